@@ -236,17 +236,13 @@ class Recorder:
 
     def rows(self, lengths: Sequence[int]) -> list[RowOutputs]:
         """Return the outputs of each row of `lengths` tokens, detached from the graph and without padding."""
-        kept: list[RowOutputs] = []
-        for i, length in enumerate(lengths):
-            by_row = {name: value[i].detach().clone() for name, value in self._found(_BY_ROW)}
-            by_token = {name: value[i, : length - 1].detach().clone() for name, value in self._found(_BY_TOKEN)}
-            kept.append({**by_row, **by_token})
+        kept: list[RowOutputs] = [{} for _ in lengths]
+        for name in (*_BY_ROW, *_BY_TOKEN):
+            # The outputs of a fused head have no logits, and those of a classifier nothing per token.
+            if isinstance(value := getattr(self.outputs, name, None), torch.Tensor):
+                for i, (row, length) in enumerate(zip(kept, lengths, strict=True)):
+                    row[name] = (value[i] if name in _BY_ROW else value[i, : length - 1]).detach().clone()
         return kept
-
-    def _found(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        # The outputs of a fused head have no logits, and those of a classifier nothing per token.
-        values = [(name, getattr(self.outputs, name, None)) for name in names]
-        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 class Replay:

@@ -264,8 +264,14 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
-        collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
+        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits.
+
+        Those of a stream are padded: the Trainer counts its rows, and would weight the loss of a packed one wrongly.
+        """
+        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        streamed = isinstance(self.eval_dataset if named is None else named, IterableDataset)
+        pads = self.args.packing and (streamed or not self._data.packs_eval)
+        collator = self._data.padding_collator if pads else self.data_collator
         with collating_with(self, collator):
             return super().get_eval_dataloader(eval_dataset)
 
