@@ -1,13 +1,14 @@
 """`PackedRun`: what the packed trainers do alike around TRL's trainer.
 
-It builds the trainer, or the padded one in its place, loads the examples of steps that are re-cut, resumes, and writes
-whole checkpoints, reports and model cards. On images, errors name the row.
+It builds the trainer, or the padded one in its place, loads and cuts the examples of steps that are re-cut, resumes,
+and writes whole checkpoints, reports and model cards. On images, errors name the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,18 @@ class PackedRun(Base):
         with collating_with(self, self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
 
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Return the micro-batches of one optimizer step, re-cut if there is a cutter, and its number of items."""
+        if self._cutter is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
+        if not batches:
+            return [], None
+        slots = self._cutter.cut(batches, self.data_collator)
+        return slots, self._get_num_items_in_batch(slots[-1].micro_batches, device)
+
     def name_rows(self, *, own_collator: bool) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
@@ -208,11 +221,13 @@ class PackedRun(Base):
         card: Any = super().create_model_card
         card(*args, **kwargs)
         if self.is_world_process_zero():
-            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
+            path = Path(self.args.output_dir) / "README.md"
+            base = inspect.model_config(self.model)._name_or_path
+            text = name_base(path.read_text(encoding="utf-8"), base, run=path.parent.name)
             if self._packs:
-                reports, settings = self.packing_reports, self.args.card_settings
-                section = packing_section(settings, reports, self.exactness, said=self._proof_as_text())
-                add_section(self.args.output_dir, section)
+                settings, said = self.args.card_settings, self._proof_as_text()
+                text = add_section(text, packing_section(settings, self.packing_reports, self.exactness, said=said))
+            path.write_text(text, encoding="utf-8")
 
     def _proof_as_text(self) -> str:
         """Return the card's sentence on the proof, for a run without a report."""
@@ -295,28 +310,20 @@ def packing_section(
     return "\n".join(lines) + "\n"
 
 
-def name_base(folder: str | Path | None, base: str) -> None:
+def name_base(text: str, base: str, *, run: str) -> str:
     """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
-    path = Path(folder or ".") / "README.md"
-    text = path.read_text(encoding="utf-8")
     local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
-    named = text.replace("[None](https://huggingface.co/None)", local).replace(
-        'model="None"', f'model="{Path(folder or ".").name}"'
-    )
-    if named != text:
-        path.write_text(named, encoding="utf-8")
+    return text.replace("[None](https://huggingface.co/None)", local).replace('model="None"', f'model="{run}"')
 
 
-def add_section(folder: str | Path | None, section: str) -> None:
-    """Insert the section into TRL's model card in a folder, before the citations; replace an existing one."""
-    path = Path(folder or ".") / "README.md"
-    text = path.read_text(encoding="utf-8")
+def add_section(text: str, section: str) -> str:
+    """Insert the section into the text of TRL's model card, before the citations; replace an existing one."""
     if _HEADING in text:
         before, rest = text.split(_HEADING, 1)
         text = before.rstrip("\n") + "\n" + rest[rest.index(_BEFORE) :] if _BEFORE in rest else before
     at = text.find(_BEFORE)
     before, after = (text, "") if at < 0 else (text[:at], text[at:])
-    path.write_text(f"{before.rstrip()}\n\n{section}{after}", encoding="utf-8")
+    return f"{before.rstrip()}\n\n{section}{after}"
 
 
 def _proof(exactness: ExactnessReport | None) -> str:

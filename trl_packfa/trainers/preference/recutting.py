@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -70,19 +69,6 @@ class RecutSteps(PackedRun):
     # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
     _computed: dict[int, list[RowOutputs]]
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the micro-batches of one optimizer step."""
-        if self._cutter is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        if not batches:
-            return [], None
-        slots = self._cutter.cut(batches, self.data_collator)
-        self.packing_reports |= self._cutter.reports
-        return slots, None
-
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if not isinstance(inputs, Slot):
@@ -101,6 +87,7 @@ class RecutSteps(PackedRun):
         trl_step = super().training_step
         loss = run_slot(self, inputs, model, run)
         if isinstance(inputs, PairSlot):
+            self.packing_reports |= self._cutter.reports
             self._log_as_padded(inputs, loss)
         return loss
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -297,19 +296,10 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """Return the micro-batches of one optimizer step, and its number of trained tokens over all ranks."""
-        if self._cutter is None:
-            found = super().get_batch_samples(epoch_iterator, num_batches, device)
-            if self.args.packing:
-                count_every_rank(self.accelerator)
-            return found
-        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        count_every_rank(self.accelerator)
-        if not batches:
-            return [], None
-        slots = self._cutter.cut(batches, self.data_collator)
-        micro_batches = slots[-1].micro_batches
-        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
-        return slots, num_items
+        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.args.packing or self._cutter is not None:
+            count_every_rank(self.accelerator)
+        return found
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if self.args.loss_weighting == "example":
