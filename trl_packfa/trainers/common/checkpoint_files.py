@@ -120,13 +120,21 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
-    """Warn about parts that a checkpoint does not hold, and about a checkpoint whose files cannot be checked."""
+    """Warn about a checkpoint's missing state, which the Trainer would silently start anew, and about unchecked files."""
     folder = Path(checkpoint)
-    if not (folder / MANIFEST).exists():
+    names = [path.name for path in folder.iterdir()]
+    if MANIFEST not in names:
         logger.warning("trl-packfa: %s has no %s: its files are not checked.", folder, MANIFEST)
-    lacks = left_out(folder)
-    if lacks is not None:
-        logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
+    # DeepSpeed keeps optimizer and schedule together, in a folder by step.
+    by_engine = any(name.startswith("global_step") for name in names)
+    stem = OPTIMIZER_NAME.split(".")[0]  # `optimizer.pt`, `optimizer.bin`, or folders `optimizer_0` of FSDP
+    if not by_engine and not (SCHEDULER_NAME in names and any(name.startswith(stem) for name in names)):
+        lacks = f"optimizer and schedule ({OPTIMIZER_NAME}, {SCHEDULER_NAME})"
+    elif not any(name.startswith("rng_state") for name in names):
+        lacks = "the states of the random generators (rng_state.pth)"
+    else:
+        return
+    logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
 
 
 @contextmanager
@@ -283,19 +291,6 @@ def damage(folder: Path) -> str | None:
             return f"{size:,} of the {written['bytes']:,} bytes of {name}"
         if "sha256" in written and _digest(file) != written["sha256"]:
             return f"other contents in {name} than were written"
-    return None
-
-
-def left_out(folder: Path) -> str | None:
-    """Describe state that a checkpoint lacks and the Trainer would silently start anew; `None` if it holds all."""
-    names = [path.name for path in folder.iterdir()]
-    # DeepSpeed keeps optimizer and schedule together, in a folder by step.
-    by_engine = any(name.startswith("global_step") for name in names)
-    stem = OPTIMIZER_NAME.split(".")[0]  # `optimizer.pt`, `optimizer.bin`, or folders `optimizer_0` of FSDP
-    if not by_engine and not (SCHEDULER_NAME in names and any(name.startswith(stem) for name in names)):
-        return f"optimizer and schedule ({OPTIMIZER_NAME}, {SCHEDULER_NAME})"
-    if not any(name.startswith("rng_state") for name in names):
-        return "the states of the random generators (rng_state.pth)"
     return None
 
 

@@ -335,11 +335,12 @@ class Origins:
             sizes = layout.lengths[:-1] if layout.padding else layout.lengths
         return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
 
-    def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
-        """Repeat a value of each example for each of its tokens, `(T,)`. T is `count`."""
+    def spread(self, values: Sequence[float], ids: torch.Tensor, *, padding: float) -> torch.Tensor:
+        """Repeat a value of each example for each of its tokens. `ids` are the batch's; the result has their shape."""
         # For example sizes (2, 1), values (7, 9) and 4 tokens give [7, 7, 9, padding].
-        sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
-        return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)
+        sizes = torch.tensor([*self.sizes, ids.numel() - sum(self.sizes)])
+        by_token = torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=ids.numel())
+        return by_token.view(ids.shape).to(ids.device)
 
 
 def origins_of_steps(
