@@ -120,7 +120,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
-    """Warn about a checkpoint's missing state, which the Trainer would silently start anew, and about unchecked files."""
+    """Warn about state that a checkpoint lacks, which would silently start anew, and about unchecked files."""
     folder = Path(checkpoint)
     names = [path.name for path in folder.iterdir()]
     if MANIFEST not in names:
