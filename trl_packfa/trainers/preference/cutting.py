@@ -98,7 +98,9 @@ class PairCutter(Cutter):
         idle = (int(lengths.sum(axis=1).argmin()),)
         # All pairs of a micro-batch come from padded micro-batches of the same size.
         sizes = np.bincount(groups)[groups]
-        parts = [Part(tuple(part), len(part) / sizes[part[0]]) if part else Part(idle, 0.0) for part in dealt[rank]]
+        parts = [
+            Part(tuple(part), len(part) / int(sizes[part[0]])) if part else Part(idle, 0.0) for part in dealt[rank]
+        ]
         own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
         last = PairSlot(
             [collate([examples[i] for i in part.pairs]) for part in parts],

@@ -36,7 +36,6 @@ from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
-from .loss_terms import WeightedModel
 
 logger = get_logger(__name__)
 
@@ -159,14 +158,6 @@ class TrainsOnImages(PackedRun, SFTTrainer):
                 _require_same_losses(model, together, alone, self._prepare_inputs)
 
         agree(self.accelerator, compare)
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Compute TRL's loss, with the weights of a re-cut micro-batch's rows."""
-        weights = inputs.pop(ROW_WEIGHTS, None)
-        called: Any = model if weights is None else WeightedModel(model, weights[:, None])
-        return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
 
 
 class ImageCutter(OwnCutter):

@@ -58,7 +58,7 @@ from .construction import asks_for_packing, padded, refuse_once_patched, settle_
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
-from .images import ImageCutter, TrainsOnImages
+from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .memory import tell_what_fits
@@ -363,6 +363,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             # TRL counts a step's examples only for models whose forward takes their number.
             weights = example_weights(inputs, divided_by_tokens=num_items_in_batch is None) if by_example else None
             called = weighted = WeightedModel(called, weights)
+        if (row_weights := inputs.pop(ROW_WEIGHTS, None)) is not None:  # of a re-cut micro-batch of images
+            called = WeightedModel(called, row_weights[:, None])
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         if not measured:  # otherwise zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
