@@ -126,7 +126,7 @@ class PackedRun(Base):
         """Return the training loader. If steps are re-cut, its examples are collated after the cut."""
         if self._cutter is None:
             return super().get_train_dataloader()
-        with collating_with(self, self._cutter.loading(self.data_collator)):
+        with set_inside(self, data_collator=self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
 
     def get_batch_samples(
@@ -269,13 +269,16 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
-    """Let a trainer's loader collate with this collator inside a `with` block."""
-    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+def set_inside(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes that TRL's or transformers' code reads, inside a `with` block."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        trainer.data_collator = own
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 _HEADING = "## Packing\n"

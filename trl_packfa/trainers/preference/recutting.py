@@ -10,8 +10,7 @@ Shape letters: B rows of a batch, L row length, n tokens of a row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,12 +21,14 @@ from accelerate.utils import gather_object
 
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
-from ..common.packed_run import PackedRun
+from ..common.packed_run import PackedRun, set_inside
 from ..common.step_cutting import Slot, run_slot
 from .cutting import PairSlot, Part, Rows
 
 # The key, in a row's outputs, of the reference's log-probability of its answer.
 _REFERENCE = "reference"
+# The attribute with which TRL reads the reference's log-probabilities, if it has any, from the batch.
+_REFERENCES_IN_BATCH = {"precompute_ref_logps": True}
 # Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
@@ -104,7 +105,13 @@ class RecutSteps(PackedRun):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
-        with self._uncounted(), self._knowing_references():
+        uncounted = {
+            "accelerator": _Alone(self.accelerator),  # ranks have different numbers of pairs here
+            "_metrics": {mode: defaultdict(list) for mode in self._metrics},
+            "_total_train_tokens": self._total_train_tokens,
+        }
+        # Discard what TRL's loss counts: it is counted later, on padded micro-batches.
+        with set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
             loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, slot, part)
@@ -122,26 +129,6 @@ class RecutSteps(PackedRun):
         """Return the model that computes the reference's log-probabilities of a batch, as a callable."""
         trl: Any = self
         return trl.ref_model or trl.model
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Discard what TRL's loss counts inside a `with` block: it is counted later, on padded micro-batches."""
-        own = self.accelerator, self._metrics, self._total_train_tokens
-        self.accelerator = _Alone(self.accelerator)  # ranks have different numbers of pairs here
-        self._metrics = {mode: defaultdict(list) for mode in self._metrics}
-        try:
-            yield
-        finally:
-            self.accelerator, self._metrics, self._total_train_tokens = own
-
-    @contextmanager
-    def _knowing_references(self) -> Iterator[None]:
-        """Let TRL read the reference's log-probabilities, if it has any, from the batch inside a `with` block."""
-        before, self.precompute_ref_logps = self.precompute_ref_logps, True
-        try:
-            yield
-        finally:
-            self.precompute_ref_logps = before
 
     def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
         """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
@@ -169,7 +156,7 @@ class RecutSteps(PackedRun):
             if references is not None:
                 chunks = references.to(loss.device).chunk(len(self._reference_keys))
                 batch |= dict(zip(self._reference_keys, chunks, strict=True))
-            with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
+            with torch.no_grad(), self.compute_loss_context_manager(), set_inside(self, **_REFERENCES_IN_BATCH):
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
         if not self._has_compared:
             self._has_compared = True

@@ -7,7 +7,7 @@ model, and Liger's forwards would replace those that keep documents apart.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,6 +18,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from ...patching.apply import compile_layers
 from ...patching.inspect import model_config
 from ...runtime.compile import allow_graphs_of_layers
+from ..common.packed_run import set_inside
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
@@ -54,13 +55,9 @@ def compile_by_layer(model: Any, args: PackedSFTConfig, accelerator: Accelerator
 @contextmanager
 def changed_already(model: Any, args: PackedSFTConfig) -> Iterator[None]:
     """Keep the Trainer from applying Liger's patch again inside a `with` block, and let every layer have a graph."""
-    graphs: Any = nullcontext()
+    graphs: AbstractContextManager[Any] = nullcontext()
     if args.packing and args.torch_compile:  # in case layers share none
         graphs = allow_graphs_of_layers(model_config(model).get_text_config().num_hidden_layers)
     # The Trainer reads the argument when it prepares the model for training.
-    asked, args.use_liger_kernel = args.use_liger_kernel, args.use_liger_kernel and not args.packing
-    try:
-        with graphs:
-            yield
-    finally:
-        args.use_liger_kernel = asked
+    with graphs, set_inside(args, use_liger_kernel=args.use_liger_kernel and not args.packing):
+        yield

@@ -47,7 +47,7 @@ from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
-from ..common.packed_run import collating_with
+from ..common.packed_run import set_inside
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
@@ -271,13 +271,13 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         streamed = isinstance(self.eval_dataset if named is None else named, IterableDataset)
         pads = self.args.packing and (streamed or not self._data.packs_eval)
         collator = self._data.padding_collator if pads else self.data_collator
-        with collating_with(self, collator):
+        with set_inside(self, data_collator=collator):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
         # They need one row of logits per example.
-        with collating_with(self, self._data.padding_collator or self.data_collator):
+        with set_inside(self, data_collator=self._data.padding_collator or self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     def preview_batch(self) -> str:
