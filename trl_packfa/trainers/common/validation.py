@@ -44,16 +44,21 @@ def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
 
 
 def refuse_setup(
-    args: CommonConfig, model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None, *, carries: str
+    args: CommonConfig,
+    model: str | PreTrainedModel | PeftModel,
+    peft_config: PeftConfig | None,
+    *,
+    carries: str,
+    batches: str = "batches",
 ) -> None:
     """Refuse a loader, adapter, backend, way of parallel training or model that cannot run without padding.
 
-    `carries` says what accelerate's loader would have to carry from one process to the others.
+    `carries` says what accelerate's loader would have to carry from one process to the others, with its `batches`.
     """
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
             f"accelerator_config.dispatch_batches=True cannot carry {carries}.",
-            why=["accelerate would concatenate and cut the batches of several ranks"],
+            why=[f"accelerate would concatenate and cut the {batches} of several ranks"],
             do="Leave dispatch_batches unset.",
         )
     refuse_adapter(peft_config)

@@ -46,7 +46,7 @@ def settle_arguments(
         refuse_arguments(
             packed, compute_metrics=given["compute_metrics"], own_loss=given["compute_loss_func"] is not None
         )
-        refuse_setup(packed, model, given["peft_config"], carries="document boundaries")
+        refuse_setup(packed, model, given["peft_config"], carries="document boundaries", batches="packed batches")
         refuse_sharded_rows(packed, own_loss=given["compute_loss_func"] is not None)
         for name, dataset in datasets:
             refuse_data(dataset, name=name)
