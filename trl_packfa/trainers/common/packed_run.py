@@ -40,6 +40,7 @@ from .image_rows import NamingCollator, NumberedRows, look_at_images
 from .model_loading import named
 from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run
+from .step_cutting import Slot
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -132,14 +133,17 @@ class PackedRun(Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the micro-batches of one optimizer step, re-cut if there is a cutter, and its number of items."""
+        """Return the micro-batches of one optimizer step, and its number of items.
+
+        If steps are re-cut, there is a slot for each padded micro-batch. The last holds the step, the others are idle.
+        """
         if self._cutter is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
         if not batches:
             return [], None
-        slots = self._cutter.cut(batches, self.data_collator)
-        return slots, self._get_num_items_in_batch(slots[-1].micro_batches, device)
+        slot = self._cutter.cut(batches, self.data_collator)
+        return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
 
     def name_rows(self, *, own_collator: bool) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""

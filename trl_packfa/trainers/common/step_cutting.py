@@ -118,10 +118,8 @@ class StepCutter(Cutter):
         """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
         return self.budget if self.how == FREE else None
 
-    def cut(
-        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> Slot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
         if self.how != KEPT:  # examples of several documents may be larger than the budget; parts keep their group
@@ -142,8 +140,7 @@ class StepCutter(Cutter):
         origins = origins_of_steps(dealt, sizes, groups, rank=rank)
         for micro_batch, origin in zip(micro_batches, origins, strict=True):
             micro_batch[ORIGINS] = origin
-        last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
-        return [Slot([]) for _ in batches[:-1]] + [last]
+        return Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
 
 
 def of_all_ranks(

@@ -82,10 +82,8 @@ class PairCutter(Cutter):
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(trainer.model) / len(rows)
 
-    def cut(
-        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> PairSlot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         examples, groups = of_all_ranks(batches, self.accelerator)
         lengths = np.array(
@@ -102,12 +100,11 @@ class PairCutter(Cutter):
             Part(tuple(part), len(part) / int(sizes[part[0]])) if part else Part(idle, 0.0) for part in dealt[rank]
         ]
         own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
-        last = PairSlot(
+        return PairSlot(
             [collate([examples[i] for i in part.pairs]) for part in parts],
             imbalance(dealt, lengths.sum(axis=1), self.quadratic),
             parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
         )  # fmt: skip
-        return [*(Slot([]) for _ in batches[:-1]), last]
 
     def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""
@@ -163,8 +160,8 @@ def _require_budget(budget: int, tokens: np.ndarray) -> None:
 class ImagePairCutter(OwnCutter):
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> PairSlot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         cut = self.cut_own(batches, by_size=True)
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
         # A rank with fewer pairs than the others have micro-batches runs one untrained.
@@ -172,7 +169,7 @@ class ImagePairCutter(OwnCutter):
         # All pairs of a micro-batch come from padded micro-batches of the same size.
         parts += [Part(tuple(part), len(part) / int(in_padded[cut.padded[part[0]]])) for part in cut.parts]
         widths = np.array([example.width for example in cut.examples])
-        last = PairSlot(
+        return PairSlot(
             [merge([cut.examples[i] for i in part.pairs]) for part in parts],
             cut.imbalance,
             parts=parts,
@@ -181,7 +178,6 @@ class ImagePairCutter(OwnCutter):
             lengths=np.stack([example.lengths for example in cut.examples]),
             widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
         )
-        return [*(Slot([]) for _ in batches[:-1]), last]
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

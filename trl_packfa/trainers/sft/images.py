@@ -174,8 +174,8 @@ class ImageCutter(OwnCutter):
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> Slot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         cut, merge = self.cut_own(batches), self.collator(collate)
         self.free_budget = cut.budget
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
@@ -191,8 +191,7 @@ class ImageCutter(OwnCutter):
             weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
-        last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
-        return [Slot([]) for _ in batches[:-1]] + [last]
+        return Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
 
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
