@@ -107,9 +107,7 @@ class StepCutter(Cutter):
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
-            require_budget(args.max_tokens_per_microbatch, *(longest_document(train_dataset) or (longest, which)))
-            if cut != FREE:
-                require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
+            require_budget(args, lengths, *(longest_document(train_dataset) or (longest, which)), cut=cut)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
         self.quadratic = quadratic_weight(trainer.model)
 
@@ -249,20 +247,18 @@ def keep_padded(args: CommonConfig, why: str) -> None:
     logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
 
 
-def require_budget(budget: int, longest: int, which: str) -> None:
-    """Require that no document is longer than the user's token budget of a micro-batch."""
+def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which: str, *, cut: str) -> None:
+    """Require that the user's token budget holds the longest document, and padded micro-batches that stay together."""
+    budget, batch_size = args.max_tokens_per_microbatch, args.per_device_train_batch_size
+    assert budget is not None, "asked for a budget"
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}.",
             why=["a document is never cut into several micro-batches"],
             do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
         )
-
-
-def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
-    """Require that a padded micro-batch fits the user's token budget, whichever examples share it."""
-    largest = int(np.sort(lengths)[-batch_size:].sum())
-    if largest > budget:
+    largest = int(np.sort(lengths)[-batch_size:].sum())  # whichever examples share a padded micro-batch
+    if cut != FREE and largest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than a padded micro-batch of {batch_size} examples, "
             f"which may hold {largest} tokens.",
