@@ -72,7 +72,7 @@ class PackedRun(Base):
     _resumed_from: str | None = None
 
     # Set by each trainer: whether the run is packed, its `identity`, and its `Cutter` if steps are re-cut.
-    _packs: Any
+    _packs: bool
     _identity: Any
     _cutter: Any = None
 
