@@ -6,6 +6,7 @@ import logging
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from trl_packfa import Patch
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.packing import PackingReport
 from trl_packfa.patches import registry
-from trl_packfa.trainers.common.checkpoint_files import write_reports
+from trl_packfa.trainers.common.packed_run import PackedRun
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
@@ -115,7 +116,8 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
-    write_reports(tmp_path, {"../../escaped": report}, None)
+    run = SimpleNamespace(packing_reports={"../../escaped": report}, exactness=None, packing_plan={})
+    PackedRun.save_reports(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["packing_report.json"]
     assert not (tmp_path.parent.parent / "escaped").exists()
 

@@ -44,12 +44,11 @@ def test_padded_training_has_trls_card(tmp_path):
     assert "## Packing" not in (tmp_path / "README.md").read_text()
 
 
-def test_a_section_is_appended_where_a_card_has_no_citations(tmp_path):
-    card = tmp_path / "README.md"
-    card.write_text("# Model\n")
+def test_a_section_is_appended_where_a_card_has_no_citations():
+    card = "# Model\n"
     for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
-        add_section(tmp_path, section)
-    assert card.read_text() == "# Model\n\n## Packing\n\nsecond\n"
+        card = add_section(card, section)
+    assert card == "# Model\n\n## Packing\n\nsecond\n"
 
 
 def test_a_local_model_has_its_name_and_a_checkpoint_the_runs_card(tmp_path):

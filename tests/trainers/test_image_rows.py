@@ -138,7 +138,7 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
     assert isinstance(batch, Documents) and all(isinstance(one, Processed) for one in batch.examples)
-    slot = ImageCutter.cut(cutter, [batch], collate)[-1]
+    slot = ImageCutter.cut(cutter, [batch], collate)
     idle, *trained = slot.micro_batches
     assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
     assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1

@@ -119,12 +119,12 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     data, cut, sizes = vision.uneven(12), ImageCutter.cut, []
 
     def record(self, batches, collate):
-        slots = cut(self, batches, collate)
-        for micro_batch in slots[-1].micro_batches:
+        slot = cut(self, batches, collate)
+        for micro_batch in slot.micro_batches:
             patches = self.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
             sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
-        return slots
+        return slot
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))
     trainer = build(tmp_path, data=data, max_steps=1, max_tokens_per_microbatch=budget)

@@ -6,7 +6,7 @@ import pytest
 from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.sft import exactness_gate, model_code
+from trl_packfa.trainers.sft import construction, exactness_gate, model_code
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def events(monkeypatch):
 
     check = exactness_gate.check
     monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
-    monkeypatch.setattr(model_code, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(construction, "is_liger_kernel_available", lambda: True)
     monkeypatch.setattr(
         "transformers.trainer.apply_liger_kernel", lambda *args: pytest.fail("applied after the proof")
     )
@@ -47,6 +47,6 @@ def test_liger_is_applied_once_and_proven(events):
 
 
 def test_liger_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(model_code, "is_liger_kernel_available", lambda: False)
+    monkeypatch.setattr(construction, "is_liger_kernel_available", lambda: False)
     with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, but liger-kernel is not installed.\npip install"):
         packed_trainer(arguments(use_liger_kernel=True))

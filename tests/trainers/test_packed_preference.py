@@ -3,6 +3,7 @@ are cut otherwise."""
 
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,9 +272,9 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
     columns = (("a",), ("b",))
     options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None}
-    args = type("Args", (), options)
-    cutter = PairCutter(args, rows=columns, train_dataset=Dataset.from_list(rows), model=tiny.model(layers=1),
-                        accelerator=_Accelerator())  # fmt: skip
+    trainer = SimpleNamespace(args=SimpleNamespace(**options), train_dataset=Dataset.from_list(rows),
+                              model=tiny.model(layers=1), accelerator=_Accelerator())  # fmt: skip
+    cutter = PairCutter(trainer, rows=columns)
     assert cutter.budget == 4 * 2 * lengths.max()
     groups = np.repeat([0, 2, 4, 1, 3, 5], [4, 4, 4, 4, 4, 4])
     dealt = cutter._deal(lengths, groups)

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidDataset
-from trl_packfa.packing import pack_buffer
-from trl_packfa.trainers.sft.streaming import PackedStream, resumes_by_state
+from trl_packfa.packing import BFD, MINIBATCH, WRAPPED, pack_buffer
+from trl_packfa.trainers.common.batching import Batching
+from trl_packfa.trainers.sft.streaming import STREAM_WINDOW, PackedStream, resumes_by_state
 
 COUNT = 120
-WAYS = {"documents": {}, "bfd": {"capacity": 40, "window": 30}, "wrapped": {"capacity": 40, "wrapped": True}}
+ROWS = {"strategy": BFD, "max_length": 40}
+WAYS = {"documents": {}, "bfd": {**ROWS, "window": 30}, "wrapped": {**ROWS, "strategy": WRAPPED}}
 
 
 def documents(count=COUNT):
@@ -26,9 +28,10 @@ def documents(count=COUNT):
     return [{"input_ids": [i, *range(1000, 999 + n)], "labels": [i] * n} for i, n in enumerate(sizes)]
 
 
-def stream(shards=1, count=COUNT, **options):
+def stream(shards=1, count=COUNT, *, rank=0, window=STREAM_WINDOW, **options):
     source = Dataset.from_list(documents(count)).to_iterable_dataset(num_shards=shards)
-    return PackedStream(source, **{"batch_size": 2, **options})
+    batching = Batching(**{"strategy": MINIBATCH, "batch_size": 2, **options})
+    return PackedStream(source, batching, rank=rank, window=window)
 
 
 def seen(batches):
@@ -141,7 +144,7 @@ def test_carrying_over_fills_rows():
 def test_rounds_are_level_over_the_ranks():
     """Rows run beside others like them: the busiest of four ranks has hardly more than its share."""
     lengths = np.random.default_rng(1).integers(1, 41, 1000)
-    ranks = [stream(count=1000, capacity=40, window=500, rank=r, world_size=4, quadratic=1.0) for r in range(4)]
+    ranks = [stream(count=1000, **ROWS, window=500, rank=r, world_size=4, quadratic=1.0) for r in range(4)]
     assert lengths.max() == 40
     costs = np.array([[_cost(batch) for batch in islice(rank, 60)] for rank in ranks])
     shuffled = np.random.default_rng(0).permutation(costs.ravel()).reshape(4, -1)
@@ -160,7 +163,8 @@ def test_a_shuffled_stream_is_read_again():
 
 def test_an_empty_stream_is_refused():
     with pytest.raises(InvalidDataset, match="no document to train on"):
-        next(iter(PackedStream(IterableDataset.from_generator(from_file, gen_kwargs={"rows": []}), batch_size=2)))
+        empty = IterableDataset.from_generator(from_file, gen_kwargs={"rows": []})
+        next(iter(PackedStream(empty, Batching(strategy=MINIBATCH, batch_size=2))))
 
 
 def from_file(rows):

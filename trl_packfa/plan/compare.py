@@ -12,7 +12,7 @@ from ..errors import InvalidConfig
 from ..packing import PADDED, STRATEGIES, PackingReport, Strategy, plan_overflow
 from ..trainers.common.batching import FREE, Batching
 from ..trainers.common.dataset import Tokens
-from ..trainers.common.step_cutting import require_budget, require_whole
+from ..trainers.common.step_cutting import require_budget
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 
@@ -77,9 +77,7 @@ def _outcome(
     if strategy.recuts_steps and args.max_tokens_per_microbatch is not None:
         longest = int(lengths.argmax())
         which = f"document {int(spans.document[longest])}"
-        require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
-        if options["cut"] != FREE:
-            require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
+        require_budget(args, lengths, int(lengths[longest]), which, cut=options["cut"])
     batchings = {
         n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, **options) for n in ranks
     }

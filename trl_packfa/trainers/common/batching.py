@@ -169,7 +169,3 @@ TAKES_BATCHES = _BatchRebalanceSampler is not object
 
 class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
     """A packed sampler that the Trainer passes to the DataLoader as it does a `BatchRebalanceSampler`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # `BatchRebalanceSampler`'s own `__init__` would plan padded batches.
-        PackedBatchSampler.__init__(self, *args, **kwargs)

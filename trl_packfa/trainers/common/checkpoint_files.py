@@ -23,15 +23,14 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ...collator import LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
-from ...exactness import ExactnessReport
-from ...packing import PackingReport
 from .config import CommonConfig
 
 logger = logging.getLogger(__name__)
 
 # Written when every rank has written its part. The manifest comes last.
 PACKING_REPORT = "packing_report.json"
-_PROGRESS = "packing_progress.json"
+# The state that a resumed run needs and the Trainer does not save.
+PROGRESS = "packing_progress.json"
 _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
@@ -121,13 +120,21 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
-    """Warn about parts that a checkpoint does not hold, and about a checkpoint whose files cannot be checked."""
+    """Warn about state that a checkpoint lacks, which would silently start anew, and about unchecked files."""
     folder = Path(checkpoint)
-    if not (folder / MANIFEST).exists():
+    names = [path.name for path in folder.iterdir()]
+    if MANIFEST not in names:
         logger.warning("trl-packfa: %s has no %s: its files are not checked.", folder, MANIFEST)
-    lacks = left_out(folder)
-    if lacks is not None:
-        logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
+    # DeepSpeed keeps optimizer and schedule together, in a folder by step.
+    by_engine = any(name.startswith("global_step") for name in names)
+    stem = OPTIMIZER_NAME.split(".")[0]  # `optimizer.pt`, `optimizer.bin`, or folders `optimizer_0` of FSDP
+    if not by_engine and not (SCHEDULER_NAME in names and any(name.startswith(stem) for name in names)):
+        lacks = f"optimizer and schedule ({OPTIMIZER_NAME}, {SCHEDULER_NAME})"
+    elif not any(name.startswith("rng_state") for name in names):
+        lacks = "the states of the random generators (rng_state.pth)"
+    else:
+        return
+    logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
 
 
 @contextmanager
@@ -190,14 +197,9 @@ def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
-def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
-    """Write the state that a resumed run needs and the Trainer does not save."""
-    write_json(Path(folder) / _PROGRESS, progress)
-
-
 def read_progress(folder: str | Path) -> dict[str, Any]:
-    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer."""
-    path = Path(folder) / _PROGRESS
+    """Read a checkpoint's progress; return an empty dict for a checkpoint of another trainer."""
+    path = Path(folder) / PROGRESS
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
@@ -245,24 +247,6 @@ def _stream_identity(args: CommonConfig) -> dict[str, Any]:
     return {"world_size": args.data_parallel_size, **{name: getattr(args, name) for name in names}}
 
 
-def write_reports(
-    folder: str | Path,
-    packing_reports: Mapping[str, PackingReport],
-    exactness: ExactnessReport | None,
-    *,
-    plan: Mapping[str, float] | None = None,
-) -> None:
-    """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-    contents: dict[str, Any] = {}
-    if exactness is not None:
-        contents["exactness_report.json"] = exactness.to_dict()
-    contents[PACKING_REPORT] = {name: report.to_dict() for name, report in packing_reports.items()}
-    if plan:
-        contents[PACKING_REPORT]["plan"] = dict(plan)
-    for name, content in contents.items():
-        write_json(Path(folder) / name, content)
-
-
 MANIFEST = "packing_manifest.json"
 # Files up to this size, in bytes, are compared by their contents too. The digest of a larger file takes seconds.
 _DIGESTED = 2**30
@@ -307,19 +291,6 @@ def damage(folder: Path) -> str | None:
             return f"{size:,} of the {written['bytes']:,} bytes of {name}"
         if "sha256" in written and _digest(file) != written["sha256"]:
             return f"other contents in {name} than were written"
-    return None
-
-
-def left_out(folder: Path) -> str | None:
-    """Describe state that a checkpoint lacks and the Trainer would silently start anew; `None` if it holds all."""
-    names = [path.name for path in folder.iterdir()]
-    # DeepSpeed keeps optimizer and schedule together, in a folder by step.
-    by_engine = any(name.startswith("global_step") for name in names)
-    stem = OPTIMIZER_NAME.split(".")[0]  # `optimizer.pt`, `optimizer.bin`, or folders `optimizer_0` of FSDP
-    if not by_engine and not (SCHEDULER_NAME in names and any(name.startswith(stem) for name in names)):
-        return f"optimizer and schedule ({OPTIMIZER_NAME}, {SCHEDULER_NAME})"
-    if not any(name.startswith("rng_state") for name in names):
-        return "the states of the random generators (rng_state.pth)"
     return None
 
 

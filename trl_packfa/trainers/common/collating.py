@@ -36,10 +36,6 @@ class CountedBatch(dict):
     ) -> None:
         super().__init__(values)
         self.rows, self.compared = rows or {}, compared or {}
-        self.tell()
-
-    def tell(self) -> None:
-        """Attach the known rows to the mask and id tensors."""
         for told, tell in ((self.rows, tell_rows), (self.compared, tell_shared)):
             for name, known in told.items():
                 if isinstance(self.get(name), torch.Tensor) and tuple(self[name].shape) == known.shape:

@@ -201,10 +201,16 @@ def _require_trainable(args: Any) -> None:
             "use_peft=False with a quantized model: quantized weights cannot be trained.",
             do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
         )
-    targets = args.lora_target_modules
-    if args.use_peft and "lm_head" in ([targets] if isinstance(targets, str) else targets or []):
-        raise InvalidConfig(
+    if args.use_peft:
+        refuse_adapted_head(
+            args.lora_target_modules,
             "lora_target_modules names 'lm_head'.",
-            why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
             do="Remove 'lm_head'. To train it in full, name it in lora_modules_to_save.",
         )
+
+
+def refuse_adapted_head(targets: Any, what: str, *, do: str) -> None:
+    """Refuse an adapter on the LM head. `targets` are the names of the adapted modules."""
+    if "lm_head" in ([targets] if isinstance(targets, str) else targets or ()):
+        why = ["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"]
+        raise InvalidConfig(what, why=why, do=do)

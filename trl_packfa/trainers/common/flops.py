@@ -98,16 +98,13 @@ def quadratic_weight(model: Any) -> float:
     """
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
-    # Both terms have a factor of 2, which cancels.
-    return text.num_hidden_layers * heads * head_dim / max(_num_parameters(model), 1)
-
-
-def _num_parameters(model: Any) -> int:
-    """Count a model's parameters. transformers counts 4-bit weights right, although two share a byte."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if isinstance(inner, PreTrainedModel) and not is_partitioned(inner):
-        return inner.num_parameters()
-    return sum(map(whole_size, inner.parameters()))
+        parameters = inner.num_parameters()  # which counts 4-bit weights right, although two share a byte
+    else:
+        parameters = sum(map(whole_size, inner.parameters()))
+    # Both terms have a factor of 2, which cancels.
+    return text.num_hidden_layers * heads * head_dim / max(parameters, 1)
 
 
 def compute_dtype(args: CommonConfig) -> torch.dtype:

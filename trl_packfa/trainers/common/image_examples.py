@@ -25,7 +25,7 @@ from ...patching.inspect import inner_model, text_decoder
 from .collating import CountingCollator
 from .flops import quadratic_weight
 from .image_rows import Example, NamingCollator, rejected
-from .step_cutting import Documents
+from .step_cutting import Cutter, Documents
 
 logger = get_logger(__name__)
 
@@ -263,7 +263,7 @@ class OwnCut(NamedTuple):
         return sum(max(self.count - sum(map(len, rank.sizes)), 0) * rank.shortest for rank in self.ranks)
 
 
-class OwnCutter:
+class OwnCutter(Cutter):
     """A cutter of steps with images, in which each rank cuts its own examples, of `rows` rows.
 
     The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its

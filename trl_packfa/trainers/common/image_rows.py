@@ -7,24 +7,16 @@ where it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import Sampler
 
 from ...errors import InvalidDataset
-from .collating import CountedBatch
 from .dataset import tables
-from .model_loading import named
-
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object
 
 logger = get_logger(__name__)
 
@@ -201,38 +193,6 @@ def _count_images(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray
             missing.append(none)
             counts.append(sizes)
     return np.concatenate(missing), np.concatenate(counts)
-
-
-class NamesRows(Base):
-    """A base class of trainers on images: errors of images and of the processor name the row."""
-
-    _is_vision_dataset: bool = False
-
-    # The Trainer declares these types more loosely.
-    train_dataset: Any
-    eval_dataset: Any
-    data_collator: Any
-
-    def name_rows(self, *, own_collator: bool) -> None:
-        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
-        in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
-        for name, dataset in named(self.train_dataset, self.eval_dataset):
-            look_at_images(dataset, name=name, requires_images=in_parts)
-        if not own_collator:
-            self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
-
-    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        kept = super()._remove_unused_columns(dataset, description)
-        return NumberedRows(kept, (description or "given").lower()) if self._is_vision_dataset else kept
-
-    def _prepare_input(self, data: Any) -> Any:
-        # The loader moves only the batches that it makes. The batches of a re-cut step are made between two steps.
-        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        # Samplers read lengths from the columns of the dataset itself.
-        dataset: Any = train_dataset.dataset if isinstance(train_dataset, NumberedRows) else train_dataset
-        return super()._get_train_sampler(dataset)
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> list[str]:

@@ -1,20 +1,23 @@
 """`PackedRun`: what the packed trainers do alike around TRL's trainer.
 
-It builds the trainer, or the padded one in its place, resumes, writes whole checkpoints, reports and model cards.
+It builds the trainer, or the padded one in its place, loads and cuts the examples of steps that are re-cut, resumes,
+and writes whole checkpoints, reports and model cards. On images, errors name the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 
 from ...api import unpatch
 from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
@@ -23,17 +26,26 @@ from ...packing import PackingReport
 from ...patching import inspect
 from ...versions import MINIMUM_VERSIONS, installed_version
 from .checkpoint_files import (
+    PACKING_REPORT,
+    PROGRESS,
     checkpoint_to_resume,
     read_progress,
     resuming_message,
     tell_left_out,
     whole_checkpoint,
-    write_progress,
-    write_reports,
+    write_json,
 )
-from .image_rows import Base
+from .collating import CountedBatch
+from .image_rows import NamingCollator, NumberedRows, look_at_images
+from .model_loading import named
 from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run
+from .step_cutting import Slot
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
 
 logger = get_logger(__name__)
 
@@ -47,16 +59,22 @@ class PackedRun(Base):
     # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
     args: Any
     model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    _metrics: Any
     _total_train_tokens: int
+    _is_vision_dataset: bool = False
 
     packing_reports: dict[str, PackingReport]
     packing_plan: Mapping[str, float] = {}
     exactness: ExactnessReport | None = None
     _resumed_from: str | None = None
 
-    # Set by each trainer: whether the run is packed, and its `identity`.
-    _packs: Any
+    # Set by each trainer: whether the run is packed, its `identity`, and its `Cutter` if steps are re-cut.
+    _packs: bool
     _identity: Any
+    _cutter: Any = None
 
     def _pack_or_pad(
         self,
@@ -102,6 +120,53 @@ class PackedRun(Base):
         """Remove the patches of a construction that was refused late."""
         if (model := vars(self).get("model")) is not None:
             unpatch(model)
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training loader. If steps are re-cut, its examples are collated after the cut."""
+        if self._cutter is None:
+            return super().get_train_dataloader()
+        with set_inside(self, data_collator=self._cutter.loading(self.data_collator)):
+            return super().get_train_dataloader()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Return the micro-batches of one optimizer step, and its number of items.
+
+        If steps are re-cut, there is a slot for each padded micro-batch. The last holds the step, the others are idle.
+        """
+        if self._cutter is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
+        if not batches:
+            return [], None
+        slot = self._cutter.cut(batches, self.data_collator)
+        return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
+
+    def name_rows(self, *, own_collator: bool) -> None:
+        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
+        in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
+        for name, dataset in named(self.train_dataset, self.eval_dataset):
+            look_at_images(dataset, name=name, requires_images=in_parts)
+        if not own_collator:
+            self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        kept = super()._remove_unused_columns(dataset, description)
+        return NumberedRows(kept, (description or "given").lower()) if self._is_vision_dataset else kept
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made between two steps.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        # Samplers read lengths from the columns of the dataset itself.
+        dataset: Any = train_dataset.dataset if isinstance(train_dataset, NumberedRows) else train_dataset
+        return super()._get_train_sampler(dataset)
+
+    # Runs and checkpoints --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
@@ -150,7 +215,7 @@ class PackedRun(Base):
                 if card.exists() and empty.exists():  # the template that PEFT writes next to an adapter
                     empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
                 progress = {"num_tokens": self._total_train_tokens, "adapter": adapter_of(self.model)}
-                write_progress(folder, {**progress, **self._identity})
+                write_json(folder / PROGRESS, {**progress, **self._identity})
 
     def _save_state(self, folder: Path) -> None:
         """Write a rank's own state into a checkpoint."""
@@ -160,11 +225,13 @@ class PackedRun(Base):
         card: Any = super().create_model_card
         card(*args, **kwargs)
         if self.is_world_process_zero():
-            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
+            path = Path(self.args.output_dir) / "README.md"
+            base = inspect.model_config(self.model)._name_or_path
+            text = name_base(path.read_text(encoding="utf-8"), base, run=path.parent.name)
             if self._packs:
-                reports, settings = self.packing_reports, self.args.card_settings
-                section = packing_section(settings, reports, self.exactness, said=self._proof_as_text())
-                add_section(self.args.output_dir, section)
+                settings, said = self.args.card_settings, self._proof_as_text()
+                text = add_section(text, packing_section(settings, self.packing_reports, self.exactness, said=said))
+            path.write_text(text, encoding="utf-8")
 
     def _proof_as_text(self) -> str:
         """Return the card's sentence on the proof, for a run without a report."""
@@ -172,7 +239,12 @@ class PackedRun(Base):
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
+        if self.exactness is not None:
+            write_json(Path(folder) / "exactness_report.json", self.exactness.to_dict())
+        reports: dict[str, Any] = {name: report.to_dict() for name, report in self.packing_reports.items()}
+        if self.packing_plan:
+            reports["plan"] = dict(self.packing_plan)
+        write_json(Path(folder) / PACKING_REPORT, reports)
 
 
 @contextmanager
@@ -201,13 +273,16 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
-    """Let a trainer's loader collate with this collator inside a `with` block."""
-    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+def set_inside(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes that TRL's or transformers' code reads, inside a `with` block."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        trainer.data_collator = own
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 _HEADING = "## Packing\n"
@@ -242,28 +317,20 @@ def packing_section(
     return "\n".join(lines) + "\n"
 
 
-def name_base(folder: str | Path | None, base: str) -> None:
+def name_base(text: str, base: str, *, run: str) -> str:
     """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
-    path = Path(folder or ".") / "README.md"
-    text = path.read_text(encoding="utf-8")
     local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
-    named = text.replace("[None](https://huggingface.co/None)", local).replace(
-        'model="None"', f'model="{Path(folder or ".").name}"'
-    )
-    if named != text:
-        path.write_text(named, encoding="utf-8")
+    return text.replace("[None](https://huggingface.co/None)", local).replace('model="None"', f'model="{run}"')
 
 
-def add_section(folder: str | Path | None, section: str) -> None:
-    """Insert the section into TRL's model card in a folder, before the citations; replace an existing one."""
-    path = Path(folder or ".") / "README.md"
-    text = path.read_text(encoding="utf-8")
+def add_section(text: str, section: str) -> str:
+    """Insert the section into the text of TRL's model card, before the citations; replace an existing one."""
     if _HEADING in text:
         before, rest = text.split(_HEADING, 1)
         text = before.rstrip("\n") + "\n" + rest[rest.index(_BEFORE) :] if _BEFORE in rest else before
     at = text.find(_BEFORE)
     before, after = (text, "") if at < 0 else (text[:at], text[at:])
-    path.write_text(f"{before.rstrip()}\n\n{section}{after}", encoding="utf-8")
+    return f"{before.rstrip()}\n\n{section}{after}"
 
 
 def _proof(exactness: ExactnessReport | None) -> str:

@@ -26,7 +26,7 @@ from datasets import IterableDataset
 from ...errors import InvalidConfig
 from ...layout import PackedLayout
 from ...layout.from_call import layout_of
-from ...packing import imbalance
+from ...packing import PackingReport, imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
 from .dataset import count_computed, longest_document, read_lengths, split_example
@@ -67,43 +67,57 @@ class Slot(dict):
         self.micro_batches, self.imbalance, self.untrained = list(micro_batches), imbalance, untrained
 
 
-class StepCutter:
+class Cutter:
+    """Base class of the cutters of steps: their loader yields examples, which are collated once their step is cut."""
+
+    gathers = True  # an example may run on another rank than in the padded run
+
+    @property
+    def reports(self) -> dict[str, PackingReport]:
+        """Reports of the examples that have trained, by dataset name, if no other code counts them."""
+        return {}
+
+    def loading(self, collate: Any) -> Any:
+        """Return the loader's collator; `collate` is the trainer's."""
+        return Documents
+
+    def collator(self, collate: Any) -> Any:
+        """Return the collator of a step's examples; `collate` is the trainer's."""
+        return collate
+
+
+class StepCutter(Cutter):
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
-    it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
+    The examples of all ranks are gathered. `cut` is how it may cut, and `why` the reason of a restriction; see
+    [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
             padded micro-batch that must stay together, is longer than the budget.
     """
 
-    def __init__(
-        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str, why: str
-    ) -> None:
-        self.args, self.accelerator, self.how = args, accelerator, cut
+    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
+        args, train_dataset = trainer.args, trainer.train_dataset
+        self.args, self.accelerator, self.how = args, trainer.accelerator, cut
         if cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
             logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
-            require_budget(args.max_tokens_per_microbatch, *(longest_document(train_dataset) or (longest, which)))
-            if cut != FREE:
-                require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
+            require_budget(args, lengths, *(longest_document(train_dataset) or (longest, which)), cut=cut)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
-        self.quadratic = quadratic_weight(model)
+        self.quadratic = quadratic_weight(trainer.model)
 
     @property
     def free_budget(self) -> int | None:
         """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
         return self.budget if self.how == FREE else None
 
-    def cut(
-        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> Slot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
         if self.how != KEPT:  # examples of several documents may be larger than the budget; parts keep their group
@@ -124,8 +138,7 @@ class StepCutter:
         origins = origins_of_steps(dealt, sizes, groups, rank=rank)
         for micro_batch, origin in zip(micro_batches, origins, strict=True):
             micro_batch[ORIGINS] = origin
-        last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
-        return [Slot([]) for _ in batches[:-1]] + [last]
+        return Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
 
 
 def of_all_ranks(
@@ -147,7 +160,8 @@ def of_all_ranks(
 def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]], torch.Tensor]) -> torch.Tensor:
     """Run the micro-batches of a slot and return the sum of their losses; an idle slot returns zero.
 
-    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks.
+    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks. The number of
+    micro-batches and their imbalance are added to TRL's metrics.
 
     Raises:
         [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
@@ -177,13 +191,10 @@ def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]
         waits = not is_last and not trainer.is_deepspeed_enabled
         with accelerator.no_sync(model) if waits else nullcontext():
             loss += run(micro_batch)
+    if slot.micro_batches:
+        trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
+        trainer._metrics["train"]["imbalance"].append(slot.imbalance)
     return loss
-
-
-def log_cut(trainer: Any, slot: Slot) -> None:
-    """Add the number of micro-batches of a step and their imbalance to TRL's metrics."""
-    trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
-    trainer._metrics["train"]["imbalance"].append(slot.imbalance)
 
 
 def count_every_rank(accelerator: Accelerator) -> None:
@@ -236,20 +247,18 @@ def keep_padded(args: CommonConfig, why: str) -> None:
     logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
 
 
-def require_budget(budget: int, longest: int, which: str) -> None:
-    """Require that no document is longer than the user's token budget of a micro-batch."""
+def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which: str, *, cut: str) -> None:
+    """Require that the user's token budget holds the longest document, and padded micro-batches that stay together."""
+    budget, batch_size = args.max_tokens_per_microbatch, args.per_device_train_batch_size
+    assert budget is not None, "asked for a budget"
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}.",
             why=["a document is never cut into several micro-batches"],
             do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
         )
-
-
-def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
-    """Require that a padded micro-batch fits the user's token budget, whichever examples share it."""
-    largest = int(np.sort(lengths)[-batch_size:].sum())
-    if largest > budget:
+    largest = int(np.sort(lengths)[-batch_size:].sum())  # whichever examples share a padded micro-batch
+    if cut != FREE and largest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than a padded micro-batch of {batch_size} examples, "
             f"which may hold {largest} tokens.",
@@ -319,11 +328,12 @@ class Origins:
             sizes = layout.lengths[:-1] if layout.padding else layout.lengths
         return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
 
-    def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
-        """Repeat a value of each example for each of its tokens, `(T,)`. T is `count`."""
+    def spread(self, values: Sequence[float], ids: torch.Tensor, *, padding: float) -> torch.Tensor:
+        """Repeat a value of each example for each of its tokens. `ids` are the batch's; the result has their shape."""
         # For example sizes (2, 1), values (7, 9) and 4 tokens give [7, 7, 9, padding].
-        sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
-        return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)
+        sizes = torch.tensor([*self.sizes, ids.numel() - sum(self.sizes)])
+        by_token = torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=ids.numel())
+        return by_token.view(ids.shape).to(ids.device)
 
 
 def origins_of_steps(

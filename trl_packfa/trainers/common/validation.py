@@ -20,7 +20,7 @@ from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
 from ...patching import inspect
 from ...patching.apply import find_state
-from .config import CommonConfig
+from .config import CommonConfig, refuse_adapted_head
 from .image_rows import image_columns
 from .model_loading import model_type, named
 from .parallelism import asked_parallelism, refuse_parallelism
@@ -30,13 +30,11 @@ logger = get_logger(__name__)
 
 def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
     """Refuse models and adapters that cannot be trained at all, packed or not."""
-    targets = getattr(peft_config, "target_modules", None) or ()
-    if "lm_head" in ([targets] if isinstance(targets, str) else targets):
-        raise InvalidConfig(
-            "peft_config targets 'lm_head'.",
-            why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
-            do="Remove 'lm_head' from target_modules. To train it in full, name it in modules_to_save.",
-        )
+    refuse_adapted_head(
+        getattr(peft_config, "target_modules", None),
+        "peft_config targets 'lm_head'.",
+        do="Remove 'lm_head' from target_modules. To train it in full, name it in modules_to_save.",
+    )
     if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidConfig(
             "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
@@ -45,9 +43,32 @@ def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
         )
 
 
-def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | None) -> None:
-    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here."""
+def refuse_setup(
+    args: CommonConfig,
+    model: str | PreTrainedModel | PeftModel,
+    peft_config: PeftConfig | None,
+    *,
+    carries: str,
+    batches: str = "batches",
+) -> None:
+    """Refuse a loader, adapter, backend, way of parallel training or model that cannot run without padding.
+
+    `carries` says what accelerate's loader would have to carry from one process to the others, with its `batches`.
+    """
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise InvalidConfig(
+            f"accelerator_config.dispatch_batches=True cannot carry {carries}.",
+            why=[f"accelerate would concatenate and cut the {batches} of several ranks"],
+            do="Leave dispatch_batches unset.",
+        )
     refuse_adapter(peft_config)
+    _refuse_backend(args)
+    refuse_parallelism(asked_parallelism(args))
+    refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+
+
+def _refuse_backend(args: CommonConfig) -> None:
+    """Refuse a named attention backend that cannot run here."""
     if args.attention_backend == "auto":
         return
     # Whether it can serve the run's model is known only once the model is built. Head dim 64, as many keys as queries,
@@ -153,7 +174,7 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
 
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
     """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded."""
-    model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
+    train = given.get("train_dataset")
     if isinstance(train, Dataset) and not len(train):
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
     if not isinstance(train, (Dataset, IterableDataset)):
@@ -174,15 +195,7 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
                     "images.",
                 )
             _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise InvalidConfig(
-            "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
-            why=["accelerate would concatenate and cut the batches of several ranks"],
-            do="Leave dispatch_batches unset.",
-        )
-    refuse_adapters_and_backend(args, adapter)
-    refuse_parallelism(asked_parallelism(args))
-    refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+    refuse_setup(args, given["model"], given.get("peft_config"), carries="the pairs of a step")
 
 
 def _refuse_policy(args: Any, what: str, why: str) -> None:

@@ -63,8 +63,8 @@ class PaddingFreeRun(TrainerCallback):
         check_first_batch: bool,
         shares: bool = False,
     ) -> None:
-        self.trainer, self.models, self.left_padded = trainer, models, tuple(left_padded)
-        self.check_first_batch, self.shares = check_first_batch, shares
+        self.trainer, self.models = trainer, models
+        self.change(models, left_padded, check_first_batch=check_first_batch, shares=shares)
         self.first_calls: dict[str, PaddedBatchProof] = {}
         # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
         # since the last log.
@@ -73,7 +73,7 @@ class PaddingFreeRun(TrainerCallback):
         self._step = 0
 
     def attach(self) -> None:
-        """Attach the run to its trainer: collator, log and callback. Warn of metrics that count padding."""
+        """Attach the run as a callback, add its values to the trainer's logs, warn of metrics that count padding."""
         for cls in type(self.trainer).__mro__:
             if metrics := _OVER_PADS.get(cls.__name__):
                 logger.warning(
@@ -82,24 +82,29 @@ class PaddingFreeRun(TrainerCallback):
                     cls.__name__,
                     ", ".join(metrics),
                 )
-        self._count_rows()
-        self.trainer.log = _Logging(self.trainer.log, self)
+        own = self.trainer.log
+
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            if "loss" in logs:
+                logs.update(self.read())
+            return own(logs, *args, **kwargs)
+
+        self.trainer.log = log
         self.trainer.add_callback(self)
 
     def change(
         self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
     ) -> None:
-        """Use these models and settings from now on. Models that are left out are unpatched."""
+        """Use these models and settings from now on. Models that are left out are unpatched.
+
+        The trainer's collator counts rows, and compares their beginnings if prefixes are shared.
+        """
+        trainer = self.trainer
         for name, model in self.models.items():
             if name not in models:
                 unpatch(model)
         self.models, self.left_padded = models, tuple(left_padded)
         self.check_first_batch, self.shares = check_first_batch, shares
-        self._count_rows()
-
-    def _count_rows(self) -> None:
-        """Let the trainer's collator count rows, and compare their beginnings if prefixes are shared."""
-        trainer = self.trainer
         if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
             counting = isinstance(trainer.data_collator, CountingCollator)
             own = trainer.data_collator.collator if counting else trainer.data_collator
@@ -176,18 +181,6 @@ class PaddingFreeRun(TrainerCallback):
         """Exclude seconds that were not training from the measured speed."""
         if self._since is not None:
             self._since = self._since._replace(seconds=self._since.seconds + seconds)
-
-
-class _Logging:
-    """A trainer's `log` that adds the values of a [`PaddingFreeRun`]."""
-
-    def __init__(self, own: Callable[..., Any], run: PaddingFreeRun) -> None:
-        self.own, self.run = own, run
-
-    def __call__(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if "loss" in logs:
-            logs.update(self.run.read())
-        return self.own(logs, *args, **kwargs)
 
 
 class _Watching:

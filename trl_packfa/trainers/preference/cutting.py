@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate import Accelerator
 from datasets import Dataset
 
 from ...errors import InvalidConfig, InvalidDataset
@@ -23,7 +22,7 @@ from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
 from ..common.image_examples import OwnCutter
 from ..common.image_rows import Example
-from ..common.step_cutting import Documents, Slot, of_all_ranks
+from ..common.step_cutting import Cutter, Documents, Slot, of_all_ranks
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -62,20 +61,18 @@ class PairSlot(Slot):
         self.parts, self.padded, self.examples, self.lengths, self.widths = parts, padded, examples, lengths, widths
 
 
-class PairCutter:
+class PairCutter(Cutter):
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks. A pair that is
-    longer than the user's budget is refused.
+    The pairs of all ranks are gathered. A pair that is longer than the user's budget is refused.
     """
 
-    gathers = True  # a pair may run on another rank than in the padded run
-
-    def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
-        self.rows, self.accelerator = rows, accelerator
+    def __init__(self, trainer: Any, *, rows: Rows) -> None:
+        args = trainer.args
+        self.rows, self.accelerator = rows, trainer.accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
-        lengths = row_lengths(train_dataset, rows)
+        lengths = row_lengths(trainer.train_dataset, rows)
         self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         if self.asked is not None:
@@ -83,25 +80,10 @@ class PairCutter:
         self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
-        self.quadratic = quadratic_weight(model) / len(rows)
+        self.quadratic = quadratic_weight(trainer.model) / len(rows)
 
-    @property
-    def reports(self) -> dict[str, PackingReport]:
-        """No report: the pairs were counted when they were tokenized."""
-        return {}
-
-    def loading(self, collate: Any) -> type[Documents]:
-        """Return the loader's collator, which only keeps the pairs of a padded micro-batch."""
-        return Documents
-
-    def collator(self, collate: Any) -> Any:
-        """Return the collator of the step's pairs: TRL's own."""
-        return collate
-
-    def cut(
-        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> PairSlot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         examples, groups = of_all_ranks(batches, self.accelerator)
         lengths = np.array(
@@ -114,14 +96,15 @@ class PairCutter:
         idle = (int(lengths.sum(axis=1).argmin()),)
         # All pairs of a micro-batch come from padded micro-batches of the same size.
         sizes = np.bincount(groups)[groups]
-        parts = [Part(tuple(part), len(part) / sizes[part[0]]) if part else Part(idle, 0.0) for part in dealt[rank]]
+        parts = [
+            Part(tuple(part), len(part) / int(sizes[part[0]])) if part else Part(idle, 0.0) for part in dealt[rank]
+        ]
         own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
-        last = PairSlot(
+        return PairSlot(
             [collate([examples[i] for i in part.pairs]) for part in parts],
             imbalance(dealt, lengths.sum(axis=1), self.quadratic),
             parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
         )  # fmt: skip
-        return [*(Slot([]) for _ in batches[:-1]), last]
 
     def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""
@@ -177,8 +160,8 @@ def _require_budget(budget: int, tokens: np.ndarray) -> None:
 class ImagePairCutter(OwnCutter):
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> PairSlot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         cut = self.cut_own(batches, by_size=True)
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
         # A rank with fewer pairs than the others have micro-batches runs one untrained.
@@ -186,7 +169,7 @@ class ImagePairCutter(OwnCutter):
         # All pairs of a micro-batch come from padded micro-batches of the same size.
         parts += [Part(tuple(part), len(part) / int(in_padded[cut.padded[part[0]]])) for part in cut.parts]
         widths = np.array([example.width for example in cut.examples])
-        last = PairSlot(
+        return PairSlot(
             [merge([cut.examples[i] for i in part.pairs]) for part in parts],
             cut.imbalance,
             parts=parts,
@@ -195,7 +178,6 @@ class ImagePairCutter(OwnCutter):
             lengths=np.stack([example.lengths for example in cut.examples]),
             widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
         )
-        return [*(Slot([]) for _ in batches[:-1]), last]
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

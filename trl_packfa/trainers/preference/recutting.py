@@ -10,30 +10,25 @@ Shape letters: B rows of a batch, L row length, n tokens of a row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader
 
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
-from ...packing import PackingReport
-from ..common.image_rows import Base
-from ..common.packed_run import collating_with
-from ..common.step_cutting import Slot, log_cut, run_slot
-from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
+from ..common.packed_run import PackedRun, set_inside
+from ..common.step_cutting import Slot, run_slot
+from .cutting import PairSlot, Part, Rows
 
-# The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
-_PART = "trl_packfa_part"
 # The key, in a row's outputs, of the reference's log-probability of its answer.
 _REFERENCE = "reference"
+# The attribute with which TRL reads the reference's log-probabilities, if it has any, from the batch.
+_REFERENCES_IN_BATCH = {"precompute_ref_logps": True}
 # Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
@@ -44,20 +39,18 @@ class _Alone:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tensor as it is, like a run with one rank."""
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor as it is, like a run with one rank."""
-        return tensor
+    gather_for_metrics = gather
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
 
-class RecutSteps(Base):
-    """A base class that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
+class RecutSteps(PackedRun):
+    """A packed run that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
 
     Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
     for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
@@ -67,55 +60,26 @@ class RecutSteps(Base):
     _rows: ClassVar[Rows]
     _reference_keys: ClassVar[tuple[str, ...]] = ()
 
-    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
-    args: Any
-    model: Any
+    # TRL's trainers assign these without a declaration.
     accelerator: Any
-    data_collator: Any
     neftune_noise_alpha: float | None
     precompute_ref_logps: bool = False
-    _metrics: Any
-    _total_train_tokens: int
-    packing_reports: dict[str, PackingReport]
 
-    _cutter: PairCutter | ImagePairCutter | None = None
     _running: tuple[PairSlot, Part] | None = None
     _has_compared = False
     # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
     _computed: dict[int, list[RowOutputs]]
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
-        if self._cutter is None:
-            return super().get_train_dataloader()
-        with collating_with(self, self._cutter.loading(self.data_collator)):
-            return super().get_train_dataloader()
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the micro-batches of one optimizer step."""
-        if self._cutter is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        if not batches:
-            return [], None
-        slots = self._cutter.cut(batches, self.data_collator)
-        self.packing_reports |= self._cutter.reports
-        whole: Any = slots[-1]
-        for micro_batch, part in zip(whole.micro_batches, whole.parts, strict=True):
-            micro_batch[_PART] = part
-        return slots, None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
         self._computed = {}
+        parts = iter(inputs.parts if isinstance(inputs, PairSlot) else ())
 
         def run(micro_batch: dict[str, Any]) -> torch.Tensor:
             assert isinstance(inputs, PairSlot), "idle slots have no micro-batches"
-            self._running = inputs, micro_batch.pop(_PART)
+            self._running = inputs, next(parts)
             try:
                 return trl_step(model, micro_batch, num_items_in_batch)
             finally:
@@ -124,6 +88,7 @@ class RecutSteps(Base):
         trl_step = super().training_step
         loss = run_slot(self, inputs, model, run)
         if isinstance(inputs, PairSlot):
+            self.packing_reports |= self._cutter.reports
             self._log_as_padded(inputs, loss)
         return loss
 
@@ -140,7 +105,13 @@ class RecutSteps(Base):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
-        with self._uncounted(), self._knowing_references():
+        uncounted = {
+            "accelerator": _Alone(self.accelerator),  # ranks have different numbers of pairs here
+            "_metrics": {mode: defaultdict(list) for mode in self._metrics},
+            "_total_train_tokens": self._total_train_tokens,
+        }
+        # Discard what TRL's loss counts: it is counted later, on padded micro-batches.
+        with set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
             loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, slot, part)
@@ -159,26 +130,6 @@ class RecutSteps(Base):
         trl: Any = self
         return trl.ref_model or trl.model
 
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Discard what TRL's loss counts inside a `with` block: it is counted later, on padded micro-batches."""
-        own = self.accelerator, self._metrics, self._total_train_tokens
-        self.accelerator = _Alone(self.accelerator)  # ranks have different numbers of pairs here
-        self._metrics = {mode: defaultdict(list) for mode in self._metrics}
-        try:
-            yield
-        finally:
-            self.accelerator, self._metrics, self._total_train_tokens = own
-
-    @contextmanager
-    def _knowing_references(self) -> Iterator[None]:
-        """Let TRL read the reference's log-probabilities, if it has any, from the batch inside a `with` block."""
-        before, self.precompute_ref_logps = self.precompute_ref_logps, True
-        try:
-            yield
-        finally:
-            self.precompute_ref_logps = before
-
     def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
         """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
         pairs, count = list(part.pairs), len(part.pairs)
@@ -193,7 +144,6 @@ class RecutSteps(Base):
         """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
-        assert self._cutter is not None
         collate = self._cutter.collator(self.data_collator)
         self._computed = {}
         for pairs in slot.padded:
@@ -206,15 +156,14 @@ class RecutSteps(Base):
             if references is not None:
                 chunks = references.to(loss.device).chunk(len(self._reference_keys))
                 batch |= dict(zip(self._reference_keys, chunks, strict=True))
-            with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
+            with torch.no_grad(), self.compute_loss_context_manager(), set_inside(self, **_REFERENCES_IN_BATCH):
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
-        log_cut(self, slot)
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)
 
     def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
-        if self.accelerator.num_processes == 1 or not (self._cutter and self._cutter.gathers):
+        if self.accelerator.num_processes == 1 or not self._cutter.gathers:
             return self._computed
         mine = {
             pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
@@ -261,17 +210,13 @@ class Recorder:
 
     def rows(self, lengths: Sequence[int]) -> list[RowOutputs]:
         """Return the outputs of each row of `lengths` tokens, detached from the graph and without padding."""
-        kept: list[RowOutputs] = []
-        for i, length in enumerate(lengths):
-            by_row = {name: value[i].detach().clone() for name, value in self._found(_BY_ROW)}
-            by_token = {name: value[i, : length - 1].detach().clone() for name, value in self._found(_BY_TOKEN)}
-            kept.append({**by_row, **by_token})
+        kept: list[RowOutputs] = [{} for _ in lengths]
+        for name in (*_BY_ROW, *_BY_TOKEN):
+            # The outputs of a fused head have no logits, and those of a classifier nothing per token.
+            if isinstance(value := getattr(self.outputs, name, None), torch.Tensor):
+                for i, (row, length) in enumerate(zip(kept, lengths, strict=True)):
+                    row[name] = (value[i] if name in _BY_ROW else value[i, : length - 1]).detach().clone()
         return kept
-
-    def _found(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        # The outputs of a fused head have no logits, and those of a classifier nothing per token.
-        values = [(name, getattr(self.outputs, name, None)) for name in names]
-        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 class Replay:

@@ -24,9 +24,7 @@ from ...versions import installed_version
 from ..common.config import CommonConfig, require_recutting
 from ..common.dataset import tell_counts
 from ..common.image_examples import why_images_stay
-from ..common.image_rows import NamesRows
 from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
-from ..common.packed_run import PackedRun
 from ..common.parallelism import require_same_documents
 from ..common.preflight import require_run
 from ..common.resuming import identity
@@ -44,7 +42,7 @@ from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
-class PackedPreference(PackedRun, NamesRows, RecutSteps):
+class PackedPreference(RecutSteps):
     """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes."""
 
     # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
@@ -56,7 +54,6 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
     # Whether TRL's trainer has a collator of images.
     _takes_images: ClassVar[bool] = False
 
-    train_dataset: Any
     _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
@@ -154,8 +151,7 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
         elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
-            options = {"train_dataset": self.train_dataset, "model": self.model, "accelerator": self.accelerator}
-            self._cutter = PairCutter(self.args, rows=self._rows, **options)
+            self._cutter = PairCutter(self, rows=self._rows)
             require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:

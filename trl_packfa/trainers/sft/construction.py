@@ -7,36 +7,23 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import is_liger_kernel_available
 from trl import SFTConfig
 
 from ...collator import LOSSES, ROW_LENGTHS
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...layout.from_call import layout_of
 from ...patching import inspect
-from ..common.model_loading import model_type, named, output_dir
-from ..common.parallelism import (
-    asked_parallelism,
-    refuse_parallelism,
-    refuse_sharded_rows,
-    refuse_uneven_calls,
-    refuse_zero3,
-    require_shareable,
-)
+from ..common.model_loading import named, output_dir
+from ..common.parallelism import refuse_sharded_rows, refuse_uneven_calls, refuse_zero3, require_shareable
 from ..common.preflight import require_run
 from ..common.step_cutting import longest_of_stream
-from ..common.validation import (
-    refuse_adapters_and_backend,
-    refuse_data,
-    refuse_model,
-    refuse_untrainable,
-    runs_by_document,
-)
+from ..common.validation import refuse_data, refuse_setup, refuse_untrainable, runs_by_document
 from .config import PackedSFTConfig
 from .images import image_column, without_packing
-from .model_code import refuse_missing_liger
 from .raw_dataset import TOKENS, prepares
 
 
@@ -57,17 +44,15 @@ def settle_arguments(
         if not packed.packing:
             return
         refuse_arguments(
-            packed,
-            compute_metrics=given["compute_metrics"],
-            peft_config=given["peft_config"],
-            compute_loss_func=given["compute_loss_func"],
+            packed, compute_metrics=given["compute_metrics"], own_loss=given["compute_loss_func"] is not None
         )
+        refuse_setup(packed, model, given["peft_config"], carries="document boundaries", batches="packed batches")
+        refuse_sharded_rows(packed, own_loss=given["compute_loss_func"] is not None)
         for name, dataset in datasets:
             refuse_data(dataset, name=name)
         if packed.strategy.recuts_steps and isinstance(given["train_dataset"], IterableDataset):
             # Called only for its refusal, before weights are loaded. `StepCutter` calls it again.
             longest_of_stream(packed)
-        refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
         refuse_collator(given["data_collator"])
 
     datasets = named(given["train_dataset"], given["eval_dataset"])
@@ -137,15 +122,9 @@ def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> P
 _SAME_LOSS = 1e-4
 
 
-def refuse_arguments(
-    args: PackedSFTConfig,
-    *,
-    compute_metrics: Callable[..., Any] | None,
-    peft_config: PeftConfig | None,
-    compute_loss_func: Callable[..., Any] | None = None,
-) -> None:
+def refuse_arguments(args: PackedSFTConfig, *, compute_metrics: Callable[..., Any] | None, own_loss: bool) -> None:
     """Refuse trainer arguments that contradict packing."""
-    if args.loss_weighting == "example" and compute_loss_func is not None:
+    if args.loss_weighting == "example" and own_loss:
         raise InvalidConfig(
             "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
             do="Weight the examples in the function, or drop one of the two.",
@@ -156,16 +135,12 @@ def refuse_arguments(
             why=["a packed batch has one row of logits for many examples"],
             do="Leave eval_packing unset. Then evaluation is padded and training stays packed.",
         )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
+    if args.use_liger_kernel and not is_liger_kernel_available():
         raise InvalidConfig(
-            "accelerator_config.dispatch_batches=True cannot carry document boundaries.",
-            why=["accelerate would concatenate and cut the packed batches of several ranks"],
-            do="Leave dispatch_batches unset.",
+            "use_liger_kernel=True, but liger-kernel is not installed.",
+            do="pip install 'trl-packfa[kernels]'. Then drop use_liger_kernel: on CUDA, packed calls use Liger's "
+            "kernels without it.",
         )
-    refuse_missing_liger(args)
-    refuse_adapters_and_backend(args, peft_config)
-    refuse_parallelism(asked_parallelism(args))
-    refuse_sharded_rows(args, own_loss=compute_loss_func is not None)
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         refuse_zero3(args)
 

@@ -148,28 +148,9 @@ class PackedData:
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
-    def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
-        """Return the collator of evaluation batches: packed, unless metrics need their logits or it is a stream.
-
-        For a stream the Trainer counts rows, and a packed batch has only one, so it would weight the losses wrongly.
-        """
-        dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
-        streamed = isinstance(dataset, IterableDataset)
-        return collator if not self.args.packing or (self.packs_eval and not streamed) else self.padding_collator
-
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
-        batching = self.batching
-        self._stream = PackedStream(
-            dataset,
-            batch_size=batching.batch_size,
-            capacity=batching.max_length if batching.strategy.fills_rows else None,
-            wrapped=batching.strategy.wraps,
-            rank=self.args.data_parallel_rank,
-            world_size=batching.world_size,
-            seed=batching.seed,
-            quadratic=batching.quadratic,
-        )
+        self._stream = PackedStream(dataset, self.batching, rank=self.args.data_parallel_rank)
         if resumed_from is not None:
             self._stream.load_state_dict(read_stream_state(resumed_from, self.args))
         return stream_loader(self._stream, collator, self.args)

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from ...collator import LOSSES, SOURCES, DataCollatorForPacking
 from ...errors import UnsupportedModel
@@ -37,31 +36,21 @@ _KNOWN_TOKENS = 2048
 
 
 class ExactnessGate:
-    """The check that lets a run start only if packing is exact on its model, on every rank."""
+    """The check that lets a trainer's run start only if packing is exact on its model, on every rank."""
 
-    def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
-        self.args, self.accelerator = args, accelerator
-        self._group = row_group(args, accelerator)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.args: PackedSFTConfig = trainer.args
+        self.accelerator: Accelerator = trainer.accelerator
+        self._group = row_group(self.args, self.accelerator)
         self.report: ExactnessReport | None = None
         self._has_proven_batch = False
 
-    def prove(
-        self,
-        model: Any,
-        *,
-        engine: Any,
-        collator: Any,
-        documents: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        checkpoint: str | None = None,
-    ) -> ExactnessReport:
-        """Run the check on every rank, and keep the report.
-
-        `engine` runs the model if its weights are sharded (`None` before DeepSpeed has made it); otherwise it is the
-        model. `collator` makes the run's packed rows. The check takes tokens from the run's `documents`, or from the
-        tokenizer if they are a stream. The proof of the `checkpoint` to resume from is reused if nothing has changed
-        that it depends on.
-        """
+    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
+        """Run the check on every rank, and keep the report; see [`PackedSFTTrainer.prove`]."""
+        model = self.trainer.model
+        # DeepSpeed's engine runs the model if its weights are sharded.
+        engine = self.trainer.deepspeed if self.trainer.is_zero3_enabled else model
         if engine is None:
             raise UnsupportedModel(
                 "DeepSpeed ZeRO-3 has not wrapped the model yet.",
@@ -69,40 +58,37 @@ class ExactnessGate:
                 do="Call train(), which runs the check on the engine before the first step.",
             )
         self.switch_checkpointing(model)
-        identity = self._identity(model, collator)
+        identity = self._identity()
         if checkpoint is not None:
             saved = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
             if saved is not None:
                 logger.info("trl-packfa: %s; nothing has changed since %s", saved, saved.taken_from)
                 self.report = saved
                 return saved
-        proven = self._proven_by_patch(model, collator) if engine is model else None
+        proven = self._proven_by_patch() if engine is model else None
         # All ranks must make the same calls.
         everywhere: Any = self.accelerator.gather(torch.tensor([proven is not None], device=self.accelerator.device))
         if not everywhere.all():
-            proven = self._check(engine, collator, documents, tokenizer)
+            proven = self._check(engine)
             logger.info("trl-packfa: %s in %.1f s", proven, proven.seconds)
         else:
             assert proven is not None
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
-        self.report = self._with_sharded_rows(replace(proven, identity=identity), engine, collator, documents)
+        self.report = self._with_sharded_rows(replace(proven, identity=identity), engine)
         return self.report
 
-    def _check(
-        self, engine: Any, collator: Any, documents: Any, tokenizer: PreTrainedTokenizerBase
-    ) -> ExactnessReport:
+    def _on_this_run(self) -> dict[str, Any]:
+        """Return the arguments of a check that are this run's: its packed rows, its first documents and its seed."""
+        documents = _first_documents(self.trainer.train_dataset)
+        return {"collator": self.trainer.data_collator, "documents": documents, "seed": self.args.seed}
+
+    def _check(self, engine: Any) -> ExactnessReport:
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
             # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
             # would not use them.
             with self.accelerator.autocast(), uncompiled(engine):
-                report = check(
-                    engine,
-                    collator=collator,
-                    documents=_first_documents(documents),
-                    processing_class=tokenizer,
-                    seed=self.args.seed,
-                    progress=progress,
-                )
+                tokenizer = self.trainer._tokenizer
+                report = check(engine, processing_class=tokenizer, progress=progress, **self._on_this_run())
             report.require_exact()
             return report
 
@@ -110,9 +96,7 @@ class ExactnessGate:
         with proving("proving on this model that no document sees another", shown=shown) as progress:
             return agree(self.accelerator, lambda: proof(progress))
 
-    def _with_sharded_rows(
-        self, report: ExactnessReport, engine: Any, collator: Any, documents: Any
-    ) -> ExactnessReport:
+    def _with_sharded_rows(self, report: ExactnessReport, engine: Any) -> ExactnessReport:
         """Return the report with the check of rows that processes share; unchanged if none do."""
         group = self._group
         if group is None:
@@ -120,9 +104,7 @@ class ExactnessGate:
 
         def proof() -> ShardedRowProof:
             with self.accelerator.autocast():
-                found = check_sharded_row(
-                    engine, group, collator=collator, documents=_first_documents(documents), seed=self.args.seed
-                )
+                found = check_sharded_row(engine, group, **self._on_this_run())
             found.require_exact()
             return found
 
@@ -138,8 +120,9 @@ class ExactnessGate:
             switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
             (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
 
-    def _proven_by_patch(self, model: Any, collator: Any) -> ExactnessReport | None:
+    def _proven_by_patch(self) -> ExactnessReport | None:
         """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
+        model, collator = self.trainer.model, self.trainer.data_collator
         state = find_state(model)
         if state is None or state.report is None or type(collator) is not DataCollatorForPacking:
             return None
@@ -147,22 +130,20 @@ class ExactnessGate:
             same = state.report.identity == proof_identity(model)
         return state.report if same and not collator.pad_to_multiple_of else None
 
-    def _identity(self, model: Any, collator: Any) -> str:
+    def _identity(self) -> str:
         """Hash everything that the proof depends on."""
-        args = self.args
+        args, collator = self.args, self.trainer.data_collator
         # The proof holds for the run's autocast only, so the autocast is part of the hash.
         with self.accelerator.autocast():
             return proof_identity(
-                model,
+                self.trainer.model,
                 collator=(type(collator).__module__, type(collator).__qualname__),
                 engine=(self.accelerator.distributed_type, self.accelerator.num_processes, args.sequence_parallel),
                 checkpointing=(args.gradient_checkpointing, args.gradient_checkpointing_kwargs),
                 compiled=args.torch_compile,
             )
 
-    def prove_first_batch(
-        self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> None:
+    def prove_first_batch(self, model: Any, inputs: dict[str, Any]) -> None:
         """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass."""
         if self._has_proven_batch or not self.args.check_packing:
             return
@@ -176,7 +157,7 @@ class ExactnessGate:
         batch = {name: value for name, value in batches[0].items() if name not in names}
 
         def exact() -> Any:
-            found = check_batch(model, prepare(batch), self._group)
+            found = check_batch(model, self.trainer._prepare_inputs(batch), self._group)
             if found is not None:
                 found.require_exact()
             return found

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
@@ -27,17 +26,16 @@ from ...exactness import quiet
 from ...exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
-from ...packing import MINIBATCH, STEP, PackingReport
+from ...packing import MINIBATCH, STEP
 from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.image_examples import OwnCutter, why_images_stay
-from ..common.image_rows import Example, NamesRows, image_columns
-from ..common.packed_run import collating_with
+from ..common.image_rows import Example, image_columns
+from ..common.packed_run import PackedRun
 from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
-from .loss_terms import WeightedModel
 
 logger = get_logger(__name__)
 
@@ -111,13 +109,10 @@ def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
         )
 
 
-class TrainsOnImages(NamesRows, SFTTrainer):
-    """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and rows that errors name."""
+class TrainsOnImages(PackedRun, SFTTrainer):
+    """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and its check."""
 
-    args: Any
-    model: Any
     _tokenizer: Any
-    _cutter: Any
     _recut_is_proven = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
@@ -148,18 +143,6 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return "data_collator makes the batches, and they may depend on which examples are together"
         return why_images_stay(self.model, self.neftune_noise_alpha)
 
-    @property
-    def seen_images(self) -> dict[str, PackingReport]:
-        """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
-        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else {}
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
-        if not isinstance(self._cutter, ImageCutter):
-            return super().get_train_dataloader()
-        with collating_with(self, self._cutter.loading(self.data_collator)):
-            return super().get_train_dataloader()
-
     def prove_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""
         cutter = self._cutter
@@ -176,14 +159,6 @@ class TrainsOnImages(NamesRows, SFTTrainer):
 
         agree(self.accelerator, compare)
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Compute TRL's loss, with the weights of a re-cut micro-batch's rows."""
-        weights = inputs.pop(ROW_WEIGHTS, None)
-        called: Any = model if weights is None else WeightedModel(model, weights[:, None])
-        return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
-
 
 class ImageCutter(OwnCutter):
     """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
@@ -199,8 +174,8 @@ class ImageCutter(OwnCutter):
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
-        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> Slot:
+        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         cut, merge = self.cut_own(batches), self.collator(collate)
         self.free_budget = cut.budget
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
@@ -216,8 +191,7 @@ class ImageCutter(OwnCutter):
             weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
-        last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
-        return [Slot([]) for _ in batches[:-1]] + [last]
+        return Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
 
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:

@@ -159,7 +159,7 @@ class PaddedTerms:
         else:
             origins = Origins.of_whole(inputs) if origins is None else origins
             tokens = origins.tokens  # padding is in group G
-            groups = origins.spread(origins.groups, ids.numel(), ids.device, padding=len(tokens)).long()
+            groups = origins.spread(origins.groups, ids, padding=len(tokens)).long().flatten()
             lengths = self._padded_lengths(origins, ids)
         if self.noise is not None:
             self.noise.lengths = lengths
@@ -198,7 +198,7 @@ class PaddedTerms:
         # For example both rows of a padded micro-batch with documents of 3 and 5 tokens have length 5.
         rows: Any = origins.sizes if own else [origins.longest[group] for group in origins.groups]
         padded = [-(-row // multiple) * multiple for row in rows]
-        return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
+        return origins.spread(padded, ids, padding=1)
 
     def find_routers(self, *, has_own_head: bool) -> bool:
         """Tell whether the model can compute the routers' auxiliary loss, by a trial on a few tokens.

@@ -7,32 +7,21 @@ model, and Liger's forwards would replace those that keep documents apart.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from transformers.integrations.liger import apply_liger_kernel
-from transformers.utils import is_liger_kernel_available
 
-from ...errors import InvalidConfig
 from ...patching.apply import compile_layers
 from ...patching.inspect import model_config
 from ...runtime.compile import allow_graphs_of_layers
+from ..common.packed_run import set_inside
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
-
-
-def refuse_missing_liger(args: PackedSFTConfig) -> None:
-    """Refuse `use_liger_kernel=True` if liger-kernel is not installed."""
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise InvalidConfig(
-            "use_liger_kernel=True, but liger-kernel is not installed.",
-            do="pip install 'trl-packfa[kernels]'. Then drop use_liger_kernel: on CUDA, packed calls use Liger's "
-            "kernels without it.",
-        )
 
 
 def apply_liger(model: Any, args: PackedSFTConfig) -> None:
@@ -66,13 +55,9 @@ def compile_by_layer(model: Any, args: PackedSFTConfig, accelerator: Accelerator
 @contextmanager
 def changed_already(model: Any, args: PackedSFTConfig) -> Iterator[None]:
     """Keep the Trainer from applying Liger's patch again inside a `with` block, and let every layer have a graph."""
-    graphs: Any = nullcontext()
+    graphs: AbstractContextManager[Any] = nullcontext()
     if args.packing and args.torch_compile:  # in case layers share none
         graphs = allow_graphs_of_layers(model_config(model).get_text_config().num_hidden_layers)
     # The Trainer reads the argument when it prepares the model for training.
-    asked, args.use_liger_kernel = args.use_liger_kernel, args.use_liger_kernel and not args.packing
-    try:
-        with graphs:
-            yield
-    finally:
-        args.use_liger_kernel = asked
+    with graphs, set_inside(args, use_liger_kernel=args.use_liger_kernel and not args.packing):
+        yield

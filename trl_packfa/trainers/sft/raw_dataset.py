@@ -56,14 +56,14 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
     if formatted or not (args.packing or prepares(args)):  # the user's function or data collator handles any format
         return
     text_field = args.dataset_text_field
-    expected: dict[str, type | tuple[type, ...]] = {
+    expected: dict[str, tuple[type, ...]] = {
         "input_ids": (list, tuple, np.ndarray),
         "labels": (list, tuple, np.ndarray),
-        "messages": list,
-        "conversations": list,
+        "messages": (list,),
+        "conversations": (list,),
         "prompt": (str, list),
         "completion": (str, list),
-        text_field: str,
+        text_field: (str,),
     }
     known = [column for column in expected if column in example]
     if not known or ("prompt" in example) != ("completion" in example):
@@ -76,7 +76,7 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
         if not isinstance(example[column], expected[column]):
             raise InvalidDataset(
                 f"column '{column}' of the {name} dataset holds {type(example[column]).__name__}, "
-                f"expected {_names(expected[column])}.",
+                f"expected {' or '.join(kind.__name__ for kind in expected[column])}.",
                 do="Convert the column before training.",
             )
 
@@ -106,10 +106,6 @@ def usable(
     else:
         looked = None if evaluation is None else look("eval", evaluation)
     return None if train is None else look("train", train), looked
-
-
-def _names(types: type | tuple[type, ...]) -> str:
-    return " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
 
 
 # Names in other formats for a prompt, for more text of the prompt, and for the answer. The first existing one is used.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 
 from ...errors import InvalidDataset
 from ...packing import pack_buffer
+from ..common.batching import Batching
 from ..common.dataset import count_computed
 
 Document = dict[str, Any]
@@ -39,31 +41,21 @@ class PackedStream(TorchIterableDataset):
     documents are not packed into rows, a rank reads its own shards only, as accelerate deals them. Loader workers
     share the shards.
 
-    `source` has tokenized, cut documents; `batch_size` of them, or of rows, are a micro-batch. Rows have `capacity`
-    tokens; without it, micro-batches have documents in the stream's order. `wrapped` fills rows with documents in that
-    order, cut where a row is full, instead of by best fit, which has `window` documents in its buffer. See
-    [`~packing.PackedBatchSampler`] for `rank`, `world_size`, `seed` and `quadratic`.
+    `source` has tokenized, cut documents. By the strategy of `batching`, a micro-batch has documents in the stream's
+    order, or rows of `max_length` tokens: these are filled in that order, with documents cut where a row is full, or
+    by best fit, which has `window` documents in its buffer.
     """
 
     def __init__(
-        self,
-        source: IterableDataset,
-        *,
-        batch_size: int,
-        capacity: int | None = None,
-        wrapped: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        quadratic: float = 0.0,
-        window: int = STREAM_WINDOW,
+        self, source: IterableDataset, batching: Batching, *, rank: int = 0, window: int = STREAM_WINDOW
     ) -> None:
-        if capacity is None and world_size > 1 and source.num_shards % world_size == 0:
+        world_size = batching.world_size
+        if not batching.strategy.fills_rows and world_size > 1 and source.num_shards % world_size == 0:
             # Then no rank reads another's documents. (Rows need one common buffer, which every rank fills in the same
             # way.)
-            source, rank, world_size = source.shard(num_shards=world_size, index=rank), 0, 1
-        self.source, self.batch_size, self.capacity, self.wrapped = source, batch_size, capacity, wrapped
-        self.rank, self.world_size, self.seed, self.quadratic, self.window = rank, world_size, seed, quadratic, window
+            source, rank = source.shard(num_shards=world_size, index=rank), 0
+            batching = replace(batching, world_size=1)
+        self.source, self.batching, self.rank, self.window = source, batching, rank, window
         self._start: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
 
@@ -117,30 +109,29 @@ class PackedStream(TorchIterableDataset):
         self, documents: Iterator[Document], carry: list[Any], window: int
     ) -> tuple[list[list[MicroBatch]], list[Any]]:
         """Return the next rounds of all ranks, and the documents that wait, with how often each has waited."""
-        if self.capacity is None:
-            batches = [list(islice(documents, self.batch_size)) for _ in range(self.world_size)]
+        batching = self.batching
+        capacity, size, world_size = batching.max_length, batching.batch_size, batching.world_size
+        if not batching.strategy.fills_rows:
+            batches = [list(islice(documents, size)) for _ in range(world_size)]
             # The source is endless, so the last rank's micro-batch is empty only if this worker has no shard.
             return ([batches] if batches[-1] else []), []
-        per_round = self.batch_size * self.world_size
-        if self.wrapped:
-            return _wrap_round(documents, carry, self.capacity, self.batch_size, self.world_size)
-        buffer = _fill(documents, carry, at_least=self.window, tokens=2 * per_round * self.capacity)
+        assert capacity is not None, "the config requires max_length for rows"
+        if batching.strategy.wraps:
+            return _wrap_round(documents, carry, capacity, size, world_size)
+        buffer = _fill(documents, carry, at_least=self.window, tokens=2 * size * world_size * capacity)
         if not buffer:
             return [], []
         packed = pack_buffer(
             np.array([count_computed(document) for document, _ in buffer]),
             np.array([waited for _, waited in buffer]),
-            capacity=self.capacity,
-            rows_per_batch=self.batch_size,
-            world_size=self.world_size,
-            quadratic=self.quadratic,
-            rng=np.random.default_rng([self.seed, window]),
+            capacity=capacity,
+            rows_per_batch=size,
+            world_size=world_size,
+            quadratic=batching.quadratic,
+            rng=np.random.default_rng([batching.seed, window]),
         )
         rounds = [
-            [
-                [buffer[i][0] for row in rows[rank * self.batch_size : (rank + 1) * self.batch_size] for i in row]
-                for rank in range(self.world_size)
-            ]
+            [[buffer[i][0] for row in rows[at : at + size] for i in row] for at in range(0, size * world_size, size)]
             for rows in packed.rounds
         ]
         return rounds, [[buffer[i][0], buffer[i][1] + 1] for i in packed.carried]

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,18 @@ from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
-from ..common.packed_run import PackedRun, collating_with
+from ..common.packed_run import set_inside
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
-from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
 from .construction import asks_for_packing, padded, refuse_once_patched, settle_arguments
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
-from .images import TrainsOnImages
+from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .memory import tell_what_fits
@@ -71,7 +70,7 @@ from .throughput import LossWatch, SpeedMeter, memory_advice
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
+class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -145,14 +144,15 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         options |= load_as_asked(model, args, options, asked=asked)
+        self._packs = args.packing
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
-        self._cutter: StepCutter | None = None
+        self._cutter = None  # of an attempt that was refused late
         self._terms: PaddedTerms | None = None
         with telling_of_targets(model, args):
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
-        self._gate = ExactnessGate(self.args, self.accelerator)
+        self._gate = ExactnessGate(self)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)
         self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
@@ -193,9 +193,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             world_size=args.data_parallel_size,
         )
         if args.strategy.recuts_steps:
-            self._cutter = StepCutter(
-                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut, why=why
-            )
+            self._cutter = StepCutter(self, cut=cut, why=why)
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(_RunCallback(self))
@@ -217,7 +215,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     @property
     def packing_reports(self) -> dict[str, PackingReport]:
         """Packing reports by dataset name: documents and tokens in, out and lost; of images what has trained."""
-        return self.seen_images or self._data.reports
+        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else self._data.reports
 
     @property
     def packing_sampler(self) -> PackedBatchSampler | None:
@@ -258,25 +256,28 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
-        if not self.args.packing:
+        if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
-        collator: Any = Documents if self.args.strategy.recuts_steps else self.data_collator
-        if isinstance(self.train_dataset, IterableDataset):
-            collator = self._get_collator_with_removed_columns(collator, description="training")
-            return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
-        with collating_with(self, collator):
-            return super().get_train_dataloader()
+        collator: Any = self.data_collator if self._cutter is None else Documents
+        collator = self._get_collator_with_removed_columns(collator, description="training")
+        return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
-        collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
-        with collating_with(self, collator):
+        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits.
+
+        Those of a stream are padded: the Trainer counts its rows, and would weight the loss of a packed one wrongly.
+        """
+        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        streamed = isinstance(self.eval_dataset if named is None else named, IterableDataset)
+        pads = self.args.packing and (streamed or not self._data.packs_eval)
+        collator = self._data.padding_collator if pads else self.data_collator
+        with set_inside(self, data_collator=collator):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
         # They need one row of logits per example.
-        with collating_with(self, self._data.padding_collator or self.data_collator):
+        with set_inside(self, data_collator=self._data.padding_collator or self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     def preview_batch(self) -> str:
@@ -295,19 +296,10 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """Return the micro-batches of one optimizer step, and its number of trained tokens over all ranks."""
-        if self._cutter is None:
-            found = super().get_batch_samples(epoch_iterator, num_batches, device)
-            if self.args.packing:
-                count_every_rank(self.accelerator)
-            return found
-        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        count_every_rank(self.accelerator)
-        if not batches:
-            return [], None
-        slots = self._cutter.cut(batches, self.data_collator)
-        micro_batches = slots[-1].micro_batches
-        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
-        return slots, num_items
+        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.args.packing or self._cutter is not None:
+            count_every_rank(self.accelerator)
+        return found
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         if self.args.loss_weighting == "example":
@@ -319,17 +311,14 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     ) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if self.args.packing:
-            self._gate.prove_first_batch(model, inputs, self._prepare_inputs)
+            self._gate.prove_first_batch(model, inputs)
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         self._total_train_tokens -= inputs.untrained  # TRL will add them
         self.prove_recut_images(model)
-        loss = run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
-        if inputs.micro_batches:
-            log_cut(self, inputs)
-        return loss
+        return run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
 
     def _prepare_input(self, data: Any) -> Any:
         waits = not copies_without_waiting(self.args)
@@ -374,6 +363,8 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             # TRL counts a step's examples only for models whose forward takes their number.
             weights = example_weights(inputs, divided_by_tokens=num_items_in_batch is None) if by_example else None
             called = weighted = WeightedModel(called, weights)
+        if (row_weights := inputs.pop(ROW_WEIGHTS, None)) is not None:  # of a re-cut micro-batch of images
+            called = WeightedModel(called, row_weights[:, None])
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         if not measured:  # otherwise zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
@@ -428,14 +419,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        return self._gate.prove(
-            self.model,
-            engine=self.deepspeed if self.is_zero3_enabled else self.model,
-            collator=self.data_collator,
-            documents=self.train_dataset,
-            tokenizer=self._tokenizer,
-            checkpoint=checkpoint,
-        )
+        return self._gate.prove(checkpoint)
 
     def _require_proof(self) -> None:
         if self.args.packing:
@@ -451,10 +435,6 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             self._require_proof()
         with changed_already(self.model, self.args):
             yield
-
-    @property
-    def _packs(self) -> bool:
-        return self.args.packing
 
     @cached_property
     def _identity(self) -> dict[str, str]:
