@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from composite_matrix import differences, reason_of, rows_that_see_each_other
-from support_matrix import run_types
+from support_matrix import rounded, run_types
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
 
 from trl_packfa import patch
@@ -88,7 +88,7 @@ def _measured(model: Any) -> dict[str, Any]:
         "verdict": "exact" if exact else "differs",
         "level": state.patch.level,
         "left pads": "without pads" if takes_left else "as they are",
-        **_rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
+        **rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
         **_in_half_precision(stock, model),
     }
 
@@ -108,10 +108,6 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
 
 
-def _rounded(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.1e}") for name, value in values.items()}
-
-
 def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
     """Return how far bfloat16 outputs and gradients are from float64, without and with pads.
 
@@ -129,7 +125,7 @@ def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
         with_pads, without = (_apart(part(run), part(truth)) for run in (padded, free))
         if math.isfinite(with_pads):
             found |= {f"bfloat16{kind}": without, f"padded{kind}": with_pads}
-    return _rounded(found)
+    return rounded(found)
 
 
 def _apart(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
