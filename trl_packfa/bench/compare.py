@@ -133,16 +133,13 @@ class Result:
 class Ratio:
     """True tokens per second of a side divided by those of the base, with a confidence interval.
 
-    Args:
-        value, low, high (`float`, *optional*): the ratio, and the 95 % interval over redrawn steps; `None` if a side
-            failed.
-        verdict (`str`): empty if the ratio allows a conclusion, else the reason and what to do.
+    `low` and `high` are the 95 % interval over redrawn steps. All are `None` if a side failed.
     """
 
     value: float | None
     low: float | None
     high: float | None
-    verdict: str = ""
+    verdict: str = ""  # empty if the ratio allows a conclusion, else the reason and what to do
 
 
 def compare(side: Result, base: Result) -> Ratio:

@@ -15,25 +15,15 @@ _MODULUS = 2**31
 
 
 class Work(NamedTuple):
-    """Counts of one optimizer step.
+    """Counts of one optimizer step."""
 
-    Attributes:
-        tokens (`int`): true tokens.
-        computed (`int`): tokens that went through the model, pads included.
-        documents (`int`): documents; parts of documents if rows cut them; rows if the batch has no boundaries.
-        micro_batches (`int`): micro-batches, each one forward.
-        largest (`int`): tokens of the largest micro-batch, pads included.
-        fingerprint (`int`): equal for equal tokens in any order.
-        loss (`float`): sum of the micro-batches' losses.
-    """
-
-    tokens: int
-    computed: int
-    documents: int
-    micro_batches: int
-    largest: int
-    fingerprint: int
-    loss: float = 0.0
+    tokens: int  # true tokens
+    computed: int  # tokens that went through the model, pads included
+    documents: int  # parts of documents if rows cut them; rows if the batch has no boundaries
+    micro_batches: int  # each one forward
+    largest: int  # tokens of the largest micro-batch, pads included
+    fingerprint: int  # equal for equal tokens in any order
+    loss: float = 0.0  # sum of the micro-batches' losses
 
 
 class StepCounter:

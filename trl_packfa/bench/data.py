@@ -30,22 +30,14 @@ _FIRST_WORD = 4
 
 
 class Facts(NamedTuple):
-    """Figures of the training data.
+    """Figures of the training data; lengths are in tokens."""
 
-    Attributes:
-        documents (`int`): documents; rows of pairs for preference data.
-        tokens (`int`), longest (`int`): tokens of all documents and of the longest.
-        mean_length (`float`): mean document length in tokens.
-        tokens_seen_by_token (`float`): mean, over all tokens, of the length of the token's document.
-        trained_share (`float`): share of tokens that are trained.
-    """
-
-    documents: int
+    documents: int  # rows of pairs for preference data
     tokens: int
     longest: int
     mean_length: float
-    tokens_seen_by_token: float
-    trained_share: float
+    tokens_seen_by_token: float  # mean, over all tokens, of the length of the token's document
+    trained_share: float  # share of tokens that are trained
 
 
 def facts(dataset: Dataset, trainer: str = "sft") -> Facts:

@@ -21,24 +21,14 @@ from .upstream import IMPLEMENTATIONS, upstream_attention
 
 
 class Kind(NamedTuple):
-    """A kind of trainer to compare.
+    """A kind of trainer to compare."""
 
-    Attributes:
-        strategy (`Strategy`): strategy that makes the batches. If it `fills_rows`, its steps hold other examples than
-            the steps of other sides; an epoch holds as many.
-        ours (`bool`): `PackedSFTTrainer` runs it; `False`: TRL's own unmodified `SFTTrainer`.
-        options (`dict`): config arguments of this kind.
-        reorders (`bool`): it takes the examples in another order than the padded run.
-        contaminated (`bool`): documents see each other by design, so no permission is needed to measure it.
-        micro_batch (`Callable`, *optional*): makes of the trainer the function that runs in place of training a
-            micro-batch.
-    """
-
-    strategy: Strategy
-    ours: bool = True
-    options: dict[str, Any] = {}
-    reorders: bool = False
-    contaminated: bool = False
+    strategy: Strategy  # makes the batches
+    ours: bool = True  # `PackedSFTTrainer` runs it; `False`: TRL's own unmodified `SFTTrainer`
+    options: dict[str, Any] = {}  # config arguments of this kind
+    reorders: bool = False  # it takes the examples in another order than the padded run
+    contaminated: bool = False  # documents see each other by design, so no permission is needed to measure it
+    # Makes of the trainer the function that runs in place of training a micro-batch.
     micro_batch: Callable[[Any], Any] | None = None
 
     @property
@@ -48,7 +38,7 @@ class Kind(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """`True` if each step holds the same examples as in the padded run."""
+        """`True` if each step holds the same examples as in the padded run; rows that are filled hold others."""
         return not (self.reorders or self.strategy.fills_rows)
 
 
@@ -80,23 +70,14 @@ _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a kind of trainer with the options of the user.
+    """One side of a comparison: a kind of trainer with the options of the user."""
 
-    Args:
-        strategy (`str`): name of a kind of its trainer, see [`TRAINERS`].
-        row (`int`, *optional*): tokens of a row, instead of `max_length`.
-        rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
-        backend (`str`): our attention backend or, for TRL's trainers, transformers' attention; `"auto"`: the best.
-        allowed (`bool`): it may run even if documents see each other.
-        trainer (`str`): name in [`TRAINERS`].
-    """
-
-    strategy: str
-    row: int | None = None
-    rows: int | None = None
-    backend: str = "auto"
-    allowed: bool = False
-    trainer: str = "sft"
+    strategy: str  # a kind of its trainer
+    row: int | None = None  # tokens of a row, instead of `max_length`
+    rows: int | None = None  # rows of a micro-batch, instead of `per_device_train_batch_size`
+    backend: str = "auto"  # our attention backend or, for TRL's trainers, transformers' attention; "auto": the best
+    allowed: bool = False  # it may run even if documents see each other
+    trainer: str = "sft"  # name in `TRAINERS`
 
     @property
     def kind(self) -> Kind:

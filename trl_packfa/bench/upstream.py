@@ -23,27 +23,17 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", FLASH, "flash_attention_3"
 
 
 class Attention(NamedTuple):
-    """Attention implementation of a trainer.
+    """Attention implementation of a trainer."""
 
-    Attributes:
-        name (`str`, *optional*): transformers' name; `None` for the model's default.
-        remark (`str`): on a GPU, the reason why it is not FlashAttention; empty if it is, or if the user chose it.
-    """
-
-    name: str | None
-    remark: str = ""
+    name: str | None  # transformers' name; `None` for the model's default
+    remark: str = ""  # on a GPU, the reason why it is not FlashAttention; empty if it is, or if the user chose it
 
 
 def upstream_attention(model: str, args: PackedSFTConfig, *, named: str = "auto") -> Attention:
-    """Return the attention of TRL's own trainer.
+    """Return the attention of TRL's own trainer on a model, by name or path.
 
-    It is the one that the side or `attn_implementation` names, else FlashAttention if the machine, the dtype and the
-    model support it.
-
-    Args:
-        model (`str`): name or path of the model.
-        args ([`PackedSFTConfig`]): arguments of the run.
-        named (`str`): attention that the side names; `"auto"` for none.
+    It is the one that the side (`named`) or `attn_implementation` names, else FlashAttention if the machine, the dtype
+    and the model support it.
     """
     chosen = init_kwargs(args).get("attn_implementation") if named == "auto" else named
     if chosen or args.device.type != "cuda":
