@@ -13,8 +13,8 @@ import numpy as np
 from ..errors import InvalidConfig
 from .arguments import Setup
 from .data import Facts
+from .process import SideFailed
 from .sides import Side
-from .worker import SideFailed
 
 # With fewer timed steps, the variation between steps is unknown.
 FEWEST_STEPS = 5

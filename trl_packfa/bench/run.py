@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
-from .process import SideProcess
-from .worker import FINISH, STEP, TRACE
+from .process import FINISH, STEP, TRACE, SideProcess
 
 Tell = Callable[[str], None]
 _PEAK_SECONDS = 0.1
@@ -49,13 +47,12 @@ def run_bench(
         data = facts(dataset, setup.bench.trainer)
         tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
         results = [Result(side) for side in setup.sides]
-        spec = {"argv": argv, "model": model, "folder": name}
         config = AutoConfig.from_pretrained(model)
         peak = Peak(config, setup.args)
         head = {"environment": environment(), "arguments": argv, "data": {**data._asdict(), "report": lost}}
         ended: list[Result] = []
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
-            _measure(group, setup, spec, folder, peak, tell)
+            _measure(group, argv, setup, model, folder, peak, tell)
             ended += group
             seen({**head, **_figures(ended, setup, config, data, peak)})
         require_equal_work(results)
@@ -121,14 +118,16 @@ def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> st
     return str(path)
 
 
-def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, peak: Peak, tell: Tell) -> None:
+def _measure(
+    results: list[Result], argv: list[str], setup: Setup, model: str, folder: Path, peak: Peak, tell: Tell
+) -> None:
     """Build all sides one after the other, then step them in turn until each has finished its steps."""
     with ExitStack() as stack:
         sides: list[tuple[Result, SideProcess]] = []
         for result in results:
             tell(f"{result.side.name}: building")
             began = time.perf_counter()
-            process = SideProcess({**spec, "side": asdict(result.side)}, folder / f"side{len(sides)}.log")
+            process = SideProcess(argv, result.side, model, folder, log=folder / f"side{len(sides)}.log")
             sides.append((result, stack.enter_context(closing(process))))
             with result.failing():
                 result.built(process.answer())
