@@ -26,10 +26,12 @@ from transformers.masking_utils import create_causal_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
+from trl_packfa.bench.data import MIXES
 from trl_packfa.bench.environment import HEAP
 from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import MIXES, draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.plan.gather import read_length_list
 from trl_packfa.runtime.datasheet import datasheet_flops
 from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
@@ -111,6 +113,20 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.randn(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
+
+
+def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
+    """Draw `count` document lengths from a mix or, if `mix` is a path, from a JSON list.
+
+    Raises:
+        [`InvalidConfig`]: if `mix` is neither.
+    """
+    rng = np.random.default_rng(seed)
+    if mix in MIXES:
+        return MIXES[mix](rng, count)
+    if not mix.endswith(".json"):
+        raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"Pass {', '.join(MIXES)}, or a .json file.")
+    return rng.choice(read_length_list(mix), count)
 
 
 def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from attention_speed import draw_lengths
 
 from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 

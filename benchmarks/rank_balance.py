@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from attention_speed import draw_lengths
 
-from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 

@@ -38,7 +38,7 @@ class BenchArguments:
     lengths: str | None = field(
         default=None,
         metadata={
-            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): the data are "
+            "help": "JSON list of document lengths in tokens, or the name of a mix (see `data.py`): the data are "
             "documents of random tokens with these lengths."
         },
     )
