@@ -73,15 +73,10 @@ def bench_attention(
     repeats: int = 3,
     slowest: float = 60.0,
 ) -> list[Row]:
-    """Measure one row per mix, number of tokens and side: medians over `repeats` draws, or the reason for none.
+    """Measure one row per mix, row length in `tokens` and side: medians over `repeats` draws, or the reason for none.
 
-    Args:
-        tokens (`list[int]`): row lengths.
-        mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
-        sides (`list[str]`, *optional*): names from `attention_sides`; default: all.
-        heads ([`Heads`]): heads of the attention; few and small by default, so that a CPU is fast enough.
-        repeats (`int`): draws of documents.
-        slowest (`float`): skip a side if the arithmetic of one forward and backward takes more seconds than this.
+    The heads are few and small by default, so that a CPU is fast enough. A side is skipped if the arithmetic of one
+    forward and backward takes more than `slowest` seconds.
 
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no such mix, before anything is measured.
