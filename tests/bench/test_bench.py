@@ -15,7 +15,7 @@ from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import Result
 from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.process import FINISH, STEP, TRACE, SideFailed, SideProcess, leaks, run
+from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
@@ -242,15 +242,16 @@ class Commands:
 
 
 def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, tmp_path):
-    """Two steps of data: the third `step` and the `trace` after it find none."""
+    """Two steps of data: the third `step` finds none, and nothing is traced."""
     argv = ["--model", preset, "--lengths", lengths_file, "--eval_documents", str(len(LENGTHS) - 16)]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
     argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
     save(read_arguments(argv), preset, tmp_path)
-    channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
+    channel = Commands(STEP, STEP, STEP, FINISH)
     run(argv, Side("padding"), preset, tmp_path, channel)
     ready, one, two, *none, done = channel.answers
-    assert "leaks" in ready and "loss" in one.keys() & two.keys() and none == [None, None] and "eval_loss" in done
+    assert "leaks" in ready and "loss" in one.keys() & two.keys() and none == [None] and "eval_loss" in done
+    assert done["trace"] == {}
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from .sides import Side, build_trainer
 from .tracing import compiled_graphs, start_trace, summary
 from .upstream import attention_of, upstream_attention
 
-STEP, TRACE, FINISH = "step", "trace", "finish"
+STEP, FINISH = "step", "finish"
 # Lengths in tokens of two documents. A change of the first must not change the logits of the second.
 _LENGTHS = (7, 9)
 # Threshold in standard deviations of the logits: rounding stays below it, a leak is far above.
@@ -47,37 +47,30 @@ class Pacer(TrainerCallback):
 
     def __init__(self, channel: Connection, counter: StepCounter, memory: PeakMemory) -> None:
         self.channel, self.counter, self.memory = channel, counter, memory
-        self.started, self.cpu_started, self.graphs, self.finished = 0.0, 0.0, 0, False
+        self.started, self.cpu_started, self.graphs = 0.0, 0.0, 0
         self.trace: profile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reset the peak memory, because the model is built, patched and proven; then wait for a command."""
         self.memory.reset()
-        self._wait(control)
+        self._wait()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Send the figures of the finished step, then wait for the next command."""
-        if self.finished:
-            return
+        """Send the figures of the finished step, then wait for the next command; end the training after a trace."""
         _synchronize()
-        seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
-        work = self.counter.take()._asdict()
         if self.trace is not None:
             self.trace.stop()
-            self.channel.send(summary(self.trace))
-            self.trace = None
-        else:
-            graphs = compiled_graphs() - self.graphs
-            self.channel.send({"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": graphs, **work})
+            control.should_training_stop = True
+            return
+        seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": compiled_graphs() - self.graphs}
+        self.channel.send({**figures, **self.counter.take()._asdict()})
         if state.global_step < state.max_steps:  # after the last step, no step could answer a command
-            self._wait(control)
+            self._wait()
 
-    def _wait(self, control: Any) -> None:
-        command = self.channel.recv()
-        if command == FINISH:
-            control.should_training_stop = self.finished = True
-        if command == TRACE:
-            self.trace = start_trace()
+    def _wait(self) -> None:
+        if self.channel.recv() == FINISH:
+            self.trace = start_trace()  # of one more step
         self.graphs = compiled_graphs()
         _synchronize()
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
@@ -107,11 +100,12 @@ def run(argv: list[str], side: Side, model: str, folder: Path, channel: Connecti
     trainer.add_callback(pacer)
     trainer.train()
     peak = memory.peak()
-    while not pacer.finished and channel.recv() != FINISH:
+    while pacer.trace is None and channel.recv() != FINISH:
         channel.send(None)
     loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
-    channel.send({**figures, "attention": attention_of(trainer) if side.kind.trains else None})
+    attention = attention_of(trainer) if side.kind.trains else None
+    channel.send({**figures, "attention": attention, "trace": summary(pacer.trace) if pacer.trace else {}})
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:
@@ -201,7 +195,7 @@ class SideProcess:
         theirs.close()  # with two ends open here, the death of the process would not end a wait
 
     def ask(self, command: str) -> dict[str, Any] | None:
-        """Send a command (`STEP`, `TRACE`, `FINISH`) and return its figures; `None` if no step is left."""
+        """Send a command (`STEP`, `FINISH`) and return its figures; `None` if no step is left."""
         try:
             self._channel.send(command)
         except OSError as error:

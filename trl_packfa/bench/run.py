@@ -22,7 +22,7 @@ from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
-from .process import FINISH, STEP, TRACE, SideProcess
+from .process import FINISH, STEP, SideProcess
 
 _PEAK_SECONDS = 0.1
 
@@ -149,4 +149,4 @@ def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak
         for result, process in sides:
             with result.failing():
                 if not result.failure:
-                    result.trace, result.end = process.ask(TRACE) or {}, process.ask(FINISH) or {}
+                    result.end = process.ask(FINISH) or {}
