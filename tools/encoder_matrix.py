@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from composite_matrix import differences, reason_of, rows_that_see_each_other
 from support_matrix import rounded, run_types
+from tiny_models.composites import padded
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
 
 from trl_packfa import patch
@@ -25,7 +26,7 @@ from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.patches.measured import ENCODERS
 from trl_packfa.patching.apply import PatchState, find_state
 
-_LENGTHS, _WIDTH = (9, 3, 14, 1), 16
+_LENGTHS = (9, 3, 14, 1)
 # Limits of a relative difference in float32, for outputs and for gradients.
 _OUTPUTS, _GRADIENTS = 1e-4, 3e-4
 # Rows that see each other move the outputs by more.
@@ -138,11 +139,8 @@ def _apart(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor])
 def padded_batch(*, left: bool = False) -> dict[str, torch.Tensor]:
     """Return padded rows of random token ids, and their mask."""
     generator = torch.Generator().manual_seed(0)
-    ids, mask = (torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.long) for _ in range(2))
-    for i, length in enumerate(_LENGTHS):
-        places = slice(_WIDTH - length, None) if left else slice(length)
-        ids[i, places], mask[i, places] = torch.randint(3, 97, (length,), generator=generator), 1
-        ids[i, -1 if left else length - 1] = 2  # T5 reads a row at its end-of-sequence token
+    drawn = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in _LENGTHS]
+    ids, mask = padded([[*row[:-1], 2] for row in drawn], left=left)  # T5 reads a row at its end-of-sequence token
     return {"input_ids": ids, "attention_mask": mask}
 
 
