@@ -9,13 +9,13 @@ Each measurement runs in its own process, so that its peak memory is its own. Si
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from transformers.masking_utils import create_causal_mask
 from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
 from trl_packfa.bench.data import MIXES
-from trl_packfa.bench.environment import HEAP
+from trl_packfa.bench.environment import large_heap
 from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
@@ -186,12 +186,11 @@ def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
 
 
 def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--measure", side, mix, *map(str, (tokens, seed, *heads))]
-    result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
-    if result.returncode:
-        reason = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.returncode}"]
-        return {"failed": f"failed: {reason[0]}"}
-    return json.loads(result.stdout.splitlines()[-1])
+    try:
+        with large_heap(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(measure, side, tokens, mix, seed, heads).result()
+    except Exception as error:  # whatever a side raises, also if its process was killed
+        return {"failed": f"failed: {type(error).__name__}: {error}"}
 
 
 def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, float]:
@@ -300,8 +299,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        side, mix, tokens, seed, *shape = sys.argv[2:]
-        print(json.dumps(measure(side, int(tokens), mix, int(seed), Heads(*map(int, shape)))))
-    else:
-        sys.exit(main())
+    sys.exit(main())

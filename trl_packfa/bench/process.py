@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import patch_environment
 from datasets import load_from_disk
 from torch.profiler import profile
 from transformers import AutoTokenizer, TrainerCallback
@@ -23,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..exactness.probe import vocabulary_of
 from .arguments import read_arguments
 from .counting import StepCounter
-from .environment import ALLOCATOR, HEAP
+from .environment import ALLOCATOR, large_heap
 from .memory import PeakMemory
 from .sides import Side, build_trainer
 from .tracing import compiled_graphs, start_trace, summary
@@ -189,8 +188,7 @@ class SideProcess:
         spawn, self._log = get_context("spawn"), log
         self._channel, theirs = spawn.Pipe()
         self._process = spawn.Process(target=main, args=(theirs, log, argv, side, model, folder))
-        # The allocator reads these when the process starts.
-        with patch_environment(**{name: value for name, value in HEAP.items() if name not in os.environ}):
+        with large_heap():  # the allocator reads its settings when the process starts
             self._process.start()
         theirs.close()  # with two ends open here, the death of the process would not end a wait
 
