@@ -28,7 +28,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
 from trl_packfa.bench.data import MIXES
 from trl_packfa.bench.environment import large_heap
-from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.plan.gather import read_length_list

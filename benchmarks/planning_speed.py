@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from attention_speed import draw_lengths
 
-from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 

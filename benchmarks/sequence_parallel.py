@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import DataCollatorForPacking, patch, shard_batch
-from trl_packfa.bench.memory import reset_resident_peak
+from trl_packfa.bench.measuring import reset_resident_peak
 from trl_packfa.runtime.memory import resident_peak
 
 VOCABULARY, DOCUMENT = 1024, 1024

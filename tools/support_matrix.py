@@ -257,20 +257,6 @@ def parse_arguments(description: str, output: Path) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
-    """Refuse an installed transformers with types that are not in the results.
-
-    Raises:
-        [`PackingError`]: with the names of these types.
-    """
-    unknown = sorted(set(installed) - set(types))
-    if unknown:
-        raise PackingError(
-            f"transformers has {len(unknown)} causal-LM types that models.json does not know: {', '.join(unknown)}.",
-            do="Run python tools/support_matrix.py.",
-        )
-
-
 def main() -> None:
     """Measure every type and write the results."""
     args = parse_arguments("build, patch and check every causal-LM type, and write the results", RESULTS)

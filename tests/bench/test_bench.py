@@ -13,8 +13,8 @@ from training import LENGTHS
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import Result
-from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
+from trl_packfa.bench.measuring import StepCounter
 from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main

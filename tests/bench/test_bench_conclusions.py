@@ -10,7 +10,7 @@ import torch
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
-from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, save_plot, speed_rows

@@ -11,7 +11,6 @@ import yaml
 
 import trl_packfa
 from trl_packfa.attention import BACKENDS
-from trl_packfa.errors import PackingError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
@@ -231,14 +230,11 @@ def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
 
 
 def test_the_results_know_every_type_of_the_installed_transformers():
-    from support_matrix import require_known
     from tiny_models import all_types
 
     from trl_packfa.patches.measured import results
 
-    require_known(results(), all_types())
-    with pytest.raises(PackingError, match=r"1 causal-LM types that models\.json does not know: brand_new"):
-        require_known(results(), [*all_types(), "brand_new"])
+    assert not set(all_types()) - results().keys(), "run python tools/support_matrix.py"
 
 
 def test_the_pages_command_for_a_new_architecture_runs(capsys):

@@ -21,12 +21,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..exactness.probe import vocabulary_of
 from .arguments import read_arguments
-from .counting import StepCounter
 from .environment import ALLOCATOR, large_heap
-from .memory import PeakMemory
-from .sides import Side, build_trainer
-from .tracing import compiled_graphs, start_trace, summary
-from .upstream import attention_of, upstream_attention
+from .measuring import PeakMemory, StepCounter, compiled_graphs, start_trace, summary
+from .sides import Side, attention_of, build_trainer, upstream_attention
 
 STEP, FINISH = "step", "finish"
 # Lengths in tokens of two documents. A change of the first must not change the logits of the second.
