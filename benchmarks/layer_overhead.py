@@ -59,8 +59,10 @@ def _per_layer(side: str, which: str, repeats: int) -> dict[str, Any]:
 def _call(side: str, which: str, layers: int) -> Callable[[], None]:
     """Return a function that runs one pass of a model with `layers` layers."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(num_hidden_layers=layers, vocab_size=16, **sizes)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
     lora = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     model: Any = get_peft_model(LlamaForCausalLM(config), lora).train()
     if which == PASSES[2]:

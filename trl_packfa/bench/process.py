@@ -166,13 +166,13 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def main(channel: Connection, log: Path, *work: Any) -> None:
+def main(argv: list[str], side: Side, model: str, folder: Path, channel: Connection, log: Path) -> None:
     """Run a side; an error is an answer, too. All output of libraries goes to the file `log`."""
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        run(*work, channel)
+        run(argv, side, model, folder, channel)
     except Exception as error:
         channel.send(SideFailed(f"{type(error).__name__}: {error}"))
         raise
@@ -184,7 +184,7 @@ class SideProcess:
     def __init__(self, argv: list[str], side: Side, model: str, folder: Path, *, log: Path) -> None:
         spawn, self._log = get_context("spawn"), log
         self._channel, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=main, args=(theirs, log, argv, side, model, folder))
+        self._process = spawn.Process(target=main, args=(argv, side, model, folder, theirs, log))
         with large_heap():  # the allocator reads its settings when the process starts
             self._process.start()
         theirs.close()  # with two ends open here, the death of the process would not end a wait
