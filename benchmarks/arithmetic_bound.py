@@ -49,21 +49,14 @@ class Product(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Matrix products of one linear layer.
+    """Matrix products of one linear layer."""
 
-    Args:
-        inputs, outputs (`int`): input and output features.
-        share (`float`): share of the tokens that go through the layer.
-        is_head (`bool`): the layer is the LM head, which gets trained positions only.
-        of_input, of_weight (`bool`): the backward computes the gradient of the input, of the weight.
-    """
-
-    inputs: int
+    inputs: int  # features
     outputs: int
-    share: float
-    is_head: bool
-    of_input: bool
-    of_weight: bool
+    share: float  # of the tokens that go through the layer
+    is_head: bool  # the layer is the LM head, which gets trained positions only
+    of_input: bool  # the backward computes the gradient of the input
+    of_weight: bool  # and of the weight
 
     def products(self, tokens: int, trained: int, dtype: torch.dtype) -> Iterator[Product]:
         """Yield the products of the forward, the gradient of the input and the gradient of the weight."""
@@ -82,11 +75,7 @@ class Linear(NamedTuple):
 
 
 def linears(model: Any) -> list[Linear]:
-    """Find the linear layers of a model and their products with one forward of its own code.
-
-    Args:
-        model (`torch.nn.Module`):
-            A causal LM, bare or with an adapter, on its device, not patched.
+    """Find the linear layers of a causal LM that is not patched, and their products, with one forward of its own code.
 
     Raises:
         [`InvalidConfig`]: if it multiplies with weights outside `torch.nn.Linear`, for example stacked experts.
@@ -123,14 +112,9 @@ def _refuse_others(model: nn.Module) -> None:
 def needed_products(
     layers: Sequence[Linear], config: Any, *, lengths: Sequence[int], trained: int, dtype: torch.dtype
 ) -> list[Product]:
-    """Return the matrix products of a micro-batch.
+    """Return the matrix products of a micro-batch of documents with these lengths and `trained` trained positions.
 
-    Args:
-        layers (`Sequence[Linear]`): layers from [`linears`].
-        config (`PreTrainedConfig`): config of the model's text part.
-        lengths (`Sequence[int]`): tokens of each document.
-        trained (`int`): number of trained positions.
-        dtype (`torch.dtype`): dtype of the products.
+    `layers` are those of [`linears`], `config` is that of the model's text part.
     """
     tokens = sum(lengths)
     found = [product for layer in layers for product in layer.products(tokens, trained, dtype)]
@@ -157,10 +141,9 @@ def _attention(heads: int, head_dim: int, seen: int, tokens: int) -> Iterator[Pr
 
 
 class ProductsOnly:
-    """Replacement of a training step that runs only the products of a micro-batch.
+    """Replacement of a training step of a `PackedSFTTrainer` that runs only the products of a micro-batch.
 
-    Args:
-        trainer (`PackedSFTTrainer`): the trainer; its model is unpatched and not trained.
+    Its model is unpatched and not trained.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -9,13 +9,13 @@ Each measurement runs in its own process, so that its peak memory is its own. Si
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from transformers.masking_utils import create_causal_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
-from trl_packfa.bench.environment import HEAP
-from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import MIXES, draw_lengths
+from trl_packfa.bench.data import MIXES
+from trl_packfa.bench.environment import large_heap
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.plan.gather import read_length_list
 from trl_packfa.runtime.datasheet import datasheet_flops
 from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
@@ -71,15 +73,10 @@ def bench_attention(
     repeats: int = 3,
     slowest: float = 60.0,
 ) -> list[Row]:
-    """Measure one row per mix, number of tokens and side: medians over `repeats` draws, or the reason for none.
+    """Measure one row per mix, row length in `tokens` and side: medians over `repeats` draws, or the reason for none.
 
-    Args:
-        tokens (`list[int]`): row lengths.
-        mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
-        sides (`list[str]`, *optional*): names from `attention_sides`; default: all.
-        heads ([`Heads`]): heads of the attention; few and small by default, so that a CPU is fast enough.
-        repeats (`int`): draws of documents.
-        slowest (`float`): skip a side if the arithmetic of one forward and backward takes more seconds than this.
+    The heads are few and small by default, so that a CPU is fast enough. A side is skipped if the arithmetic of one
+    forward and backward takes more than `slowest` seconds.
 
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no such mix, before anything is measured.
@@ -111,6 +108,20 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.randn(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
+
+
+def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
+    """Draw `count` document lengths from a mix or, if `mix` is a path, from a JSON list.
+
+    Raises:
+        [`InvalidConfig`]: if `mix` is neither.
+    """
+    rng = np.random.default_rng(seed)
+    if mix in MIXES:
+        return MIXES[mix](rng, count)
+    if not mix.endswith(".json"):
+        raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"Pass {', '.join(MIXES)}, or a .json file.")
+    return rng.choice(read_length_list(mix), count)
 
 
 def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
@@ -175,12 +186,11 @@ def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
 
 
 def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--measure", side, mix, *map(str, (tokens, seed, *heads))]
-    result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
-    if result.returncode:
-        reason = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.returncode}"]
-        return {"failed": f"failed: {reason[0]}"}
-    return json.loads(result.stdout.splitlines()[-1])
+    try:
+        with large_heap(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(measure, side, tokens, mix, seed, heads).result()
+    except Exception as error:  # whatever a side raises, also if its process was killed
+        return {"failed": f"failed: {type(error).__name__}: {error}"}
 
 
 def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, float]:
@@ -289,8 +299,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        side, mix, tokens, seed, *shape = sys.argv[2:]
-        print(json.dumps(measure(side, int(tokens), mix, int(seed), Heads(*map(int, shape)))))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -15,10 +15,10 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import tiny
 import torch
@@ -139,16 +139,21 @@ def timed(run):
     return time.perf_counter() - started
 
 
-def peak(kind, shape, side, argv):
-    """Return the peak memory in MB of a process that runs one side once."""
-    command = [sys.executable, __file__, *argv, "--one-side", kind, shape, side]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+def peak(kind, shape, free, args):
+    """Run one side once in this process, and return the peak memory of the process in MB."""
+    logging.set_verbosity_error()
+    RUNS[kind](args, shape)[0](free)()
+    return resident_peak() // 2**20
 
 
-def compare(kind, shape, args, argv):
+def compare(kind, shape, args):
     """Run both sides in turn after one run of each, and print a row."""
     # First, while this process holds no model: a padded ModernBERT-base on FLAN-like lengths takes 13 GB.
-    memory = " | ".join(f"{peak(kind, shape, name, argv):,} MB" for name in ("padded", "free"))
+    peaks = []
+    for free in (False, True):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            peaks.append(pool.submit(peak, kind, shape, free, args).result())
+    memory = " | ".join(f"{found:,} MB" for found in peaks)
     side, tokens, computed = RUNS[kind](args, shape)
     with_pads, free = side(False), side(True)
     if kind == "step":
@@ -174,20 +179,14 @@ def main():
     parser.add_argument("--rows", type=int, default=16, help="texts of a training step")
     parser.add_argument("--longest", type=int, default=512, help="longest text in tokens")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--one-side", nargs=3, metavar=("KIND", "SHAPE", "SIDE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.set_verbosity_error()
-    if args.one_side:
-        kind, shape, side = args.one_side
-        RUNS[kind](args, shape)[0](side == "free")()
-        print(resident_peak() // 2**20)
-        return
     print(f"{torch.get_num_threads()} threads")
     print("| run | computed by true tokens | padded, tokens/s | without pads | times as fast | peak memory, padded "
           "| without pads |\n|---|---|---|---|---|---|---|")  # fmt: skip
     for kind, shapes in (("step", args.types), ("encode", args.encode)):
         for shape in shapes:
-            compare(kind, shape, args, sys.argv[1:])
+            compare(kind, shape, args)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import tempfile
 import time
 from typing import Any
 
-# CPU timing: keep large tensors in the heap, where they are reused. glibc reads these when a process starts.
-_HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736", "HF_HUB_OFFLINE": "1"}
+from trl_packfa.bench.environment import HEAP
+
 _VOCABULARY, _WIDTH, _PATCH = 8192, 512, 16
 _MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PADDED = "TRL, padded"
@@ -144,12 +144,12 @@ def main():
     if args.side:
         run_side(args.side, args.documents, args.seed)
         return
+    # Large tensors stay in the heap, where they are reused. glibc reads this when a process starts.
+    variables = {**os.environ, **HEAP, "HF_HUB_OFFLINE": "1"}
     for _ in range(args.repeats):
         for side in SIDES:
-            command = [sys.executable, __file__, "--side", side, "--documents", str(args.documents)]
-            done = subprocess.run(
-                [*command, "--seed", str(args.seed)], env={**os.environ, **_HEAP}, capture_output=True, text=True
-            )
+            options = ["--side", side, "--documents", str(args.documents), "--seed", str(args.seed)]
+            done = subprocess.run([sys.executable, __file__, *options], env=variables, capture_output=True, text=True)
             found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             print(found[-1][7:] if found else done.stderr[-2000:], flush=True)
 

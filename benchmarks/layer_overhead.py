@@ -31,10 +31,7 @@ PASSES = ("forward", "forward and backward", "checkpointed, both")
 
 
 def bench_overhead(*, repeats: int) -> list[dict[str, Any]]:
-    """Measure the overhead per layer of each pass of each side.
-
-    Args:
-        repeats (`int`): number of pairs of calls, of the models with few and with many layers.
+    """Measure the overhead per layer of each pass of each side, in pairs of calls of few and of many layers.
 
     Raises:
         [`InvalidConfig`]: if `repeats` is less than 1.
@@ -63,13 +60,9 @@ def _call(side: str, which: str, layers: int) -> Callable[[], None]:
     """Return a function that runs one pass of a model with `layers` layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2,
-        vocab_size=16,
-    )
+    )  # fmt: skip
     lora = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
     model: Any = get_peft_model(LlamaForCausalLM(config), lora).train()
     if which == PASSES[2]:

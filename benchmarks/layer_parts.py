@@ -39,10 +39,7 @@ _DOCUMENTS = (32, 128, 256, 512, 1024)
 def bench_layer(*, tokens: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     """Measure the milliseconds of each part, theirs and ours, and our speed-up with its quartiles in brackets.
 
-    Args:
-        tokens (`Sequence[int]`): row lengths of rotation and norm; attention has 1,024 tokens in documents.
-        dtypes (`Sequence[str]`): torch's names of the dtypes.
-        repeats (`int`): number of timed pairs.
+    `tokens` are row lengths of rotation and norm; attention has 1,024 tokens in documents.
 
     Raises:
         [`InvalidConfig`]: for rows without tokens, or fewer than 2 pairs.
@@ -117,15 +114,14 @@ def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Measure the parts of a layer besides matrix products: transformers' code and ours in turn."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
     parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")
-    args = parser.parse_args(argv)
-    return print_rows(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
+    options = vars(parser.parse_args(argv))
+    as_json = options.pop("json")
+    return print_rows(bench_layer(**options), as_json=as_json)
 
 
 if __name__ == "__main__":

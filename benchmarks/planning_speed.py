@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from attention_speed import draw_lengths
 
-from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import draw_lengths
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 
@@ -24,13 +24,7 @@ _TIMED_STEPS = 200
 
 
 def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Measure seconds, documents per second and added peak memory of each part of planning.
-
-    Args:
-        documents (`int`): number of documents.
-        row (`int`): tokens of a row; longer documents are cut to it.
-        mix (`str`): document lengths, as in `attention_speed.py`.
-    """
+    """Measure seconds, documents per second and added peak memory of each part; documents are cut to `row` tokens."""
     lengths = np.minimum(draw_lengths(mix, documents, seed=seed), row).astype(np.int64)
     size = _PER_DEVICE * _ACCUMULATION * _RANKS
     steps = [lengths[i : i + size] for i in range(0, documents - size + 1, size)][:_TIMED_STEPS]
@@ -73,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
-    args = parser.parse_args(argv)
-    return print_rows(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+    options = vars(parser.parse_args(argv))
+    as_json = options.pop("json")
+    return print_rows(bench_pack(**options), as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ Each row runs in its own process with one thread.
 
 import argparse
 import resource
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -56,15 +56,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="folder of a model, instead of small models with several vocabularies")
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.row:
-        print(row(*args.row))
-        return
     print("| vocabulary or model | dtype | `check` | `patch(unpad=True)` | peak |\n|---|---|---|---|---|", flush=True)
     for name in [args.model] if args.model else map(str, WORDS):
         for dtype in args.dtypes:
-            subprocess.run([sys.executable, __file__, "--row", name, dtype], check=True)
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                print(pool.submit(row, name, dtype).result(), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from attention_speed import draw_lengths
 
-from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 
@@ -27,11 +27,7 @@ def bench_balance(
 ) -> list[dict[str, Any]]:
     """Return maximum over mean of the ranks' cost in a step, averaged over 20 draws, for each method of distribution.
 
-    Args:
-        mixes (`Sequence[str]`): document lengths, as in `attention_speed.py`.
-        ranks (`Sequence[int]`): numbers of ranks.
-        per_rank (`int`): documents of a step on each rank.
-        row (`int`): tokens of a row; longer documents are cut to it.
+    A step has `per_rank` documents on each rank; documents are cut to the `row` tokens of a row.
     """
     rows = []
     for mix in mixes:
@@ -85,9 +81,7 @@ def _busiest(costs: np.ndarray) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Measure the cost of the busiest rank over the mean, by method of distribution."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])

@@ -26,23 +26,19 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import DataCollatorForPacking, patch, shard_batch
-from trl_packfa.bench.memory import reset_resident_peak
+from trl_packfa.bench.measuring import reset_resident_peak
 from trl_packfa.runtime.memory import resident_peak
 
 VOCABULARY, DOCUMENT = 1024, 1024
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def build() -> LlamaForCausalLM:
     """Build the patched model with random weights, the same on every process."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=DOCUMENT, **SIZES)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=DOCUMENT, hidden_size=128, intermediate_size=352,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return patch(model)

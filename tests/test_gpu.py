@@ -44,7 +44,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa import check, describe
 from trl_packfa.attention import BACKENDS, get_backend
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.kernels.lm_head.chunked import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss

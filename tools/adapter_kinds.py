@@ -106,10 +106,6 @@ def _adamss() -> nn.Module:
     return get_peft_model(base_model().double(), _config("AdamssConfig", r=16, num_subspaces=2))  # type: ignore[return-value]
 
 
-def _ia3() -> Callable[[], nn.Module]:
-    return _tuned("IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])
-
-
 _CPT = {"cpt_token_ids": [3, 4, 5, 6], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
 _BDLORA = {"target_modules_bd_a": list(_FEED_IN), "target_modules_bd_b": list(_FEED_OUT), "nblocks": 2}
 
@@ -195,7 +191,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "hira": _tuned("HiraConfig", r=4),
     "hra": _tuned("HRAConfig", r=4),
     "hra apply_GS": _tuned("HRAConfig", r=4, apply_GS=True),
-    "ia3": _ia3(),
+    "ia3": _tuned("IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "lily": _tuned("LilyConfig", r=4),
     "ln_tuning": _prompt("LNTuningConfig"),
     "loha": _tuned("LoHaConfig", r=4),

@@ -7,23 +7,21 @@ documents, one much longer than the others.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from adapter_kinds import INVOCATION, KINDS, REASONS, VOCABULARY, randomize
+from support_matrix import rounded, versions_of, write
 from torch import nn
 
-from trl_packfa import __version__
 from trl_packfa.adapters.table import EXACT, REFUSED, RESULTS, source_of, tuners
 from trl_packfa.collator import DataCollatorForPacking
 from trl_packfa.patching.apply import PatchOptions, apply_patch
 from trl_packfa.patching.inspect import get_patch
-from trl_packfa.versions import installed_version
 
 _LENGTHS = (13, 1, 29, 7, 29, 90, 3, 11, 29, 19)
 _CHANGED = 4
@@ -37,7 +35,6 @@ _LEAST_EFFECT = 1e-2
 _SMALL = 1e-2
 # These tuners draw noise in training that depends on the shape, as dropout does. They are measured in eval mode.
 _NOISY = ("lora monteclora_config", "pvera")
-_VERSIONS = ("peft", "torch", "transformers")
 
 
 def measure_kind(kind: str) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def measure_kind(kind: str) -> dict[str, Any]:
         `AssertionError`: if another kind is not exact, or its adapter changes nothing.
     """
     try:
-        found: dict[str, Any] = _rounded(measure(KINDS[kind], noisy=kind in _NOISY))
+        found: dict[str, Any] = rounded(measure(KINDS[kind], noisy=kind in _NOISY))
     except ImportError:
         raise
     except Exception as error:  # an unsupported tuner may raise anything; the error is its result
@@ -150,30 +147,16 @@ def _worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
     return max(float((found[name] - expected[name]).norm()) / max(norms[name], small) for name in expected)
 
 
-def _rounded(found: Mapping[str, float]) -> dict[str, Any]:
-    return {name: float(f"{value:.1e}") for name, value in found.items()}
-
-
-def run(path: Path, *, seen: Callable[[str, Mapping[str, Any]], None], kinds: Iterable[str] = KINDS) -> dict[str, Any]:
-    """Measure every kind, write `path` whole or not at all, and call `seen` with each new row."""
-    rows: dict[str, Any] = {}
-    for kind in kinds:
-        rows[kind] = measure_kind(kind)
-        seen(kind, rows[kind])
-    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
-    contents = {"versions": versions, "sources": {t: source_of(t) for t in tuners()}, "kinds": rows}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return contents
-    return rows
-
-
 def main() -> None:
     """Measure every kind and write the results."""
     parser = argparse.ArgumentParser(description="measure every tuner and variant of PEFT, and write the results")
     parser.add_argument("--output", type=Path, default=RESULTS, help="results file (default: the package's own)")
-    run(parser.parse_args().output, seen=lambda kind, row: print(f"{kind}: {row['verdict']}", file=sys.stderr))
+    path, rows = parser.parse_args().output, {}
+    for kind in KINDS:
+        rows[kind] = measure_kind(kind)
+        print(f"{kind}: {rows[kind]['verdict']}", file=sys.stderr)
+    sources = {tuner: source_of(tuner) for tuner in tuners()}
+    write(path, {"versions": versions_of("peft", "torch", "transformers"), "sources": sources, "kinds": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support_matrix import run_types
+from support_matrix import rounded, run_types
 from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
 
 from trl_packfa import patch
@@ -112,12 +112,12 @@ def _with_images(stock: Any, model: Any, sides: tuple[bool, ...], *, counts_pads
         found = differences(_checkpointed(model, made[0], reentrant), expected)
         worst = {name: max(worst[name], value) for name, value in found.items()}
     exact = worst["logits"] <= _LOGITS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
-    rounded = {name: float(f"{value:.1e}") for name, value in {**worst, "control": control}.items()}
+    measured = {"images": made[0].form, **rounded({**worst, "control": control})}
     if exact:
-        return {"verdict": "exact", "images": made[0].form, **rounded}
+        return {"verdict": "exact", **measured}
     where = " and ".join(side for side, value in apart.items() if value > _LOGITS) or "some rows"
     why = f"with images, logits of {where} are {worst['logits']:.1e} away, gradients {worst['gradients']:.1e}"
-    return {"verdict": "text only", "images": made[0].form, **rounded, "why": why}
+    return {"verdict": "text only", **measured, "why": why}
 
 
 def _run(model: Any, batch: ImageBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

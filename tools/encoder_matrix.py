@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from composite_matrix import differences, reason_of, rows_that_see_each_other
-from support_matrix import run_types
+from support_matrix import rounded, run_types
+from tiny_models.composites import padded
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
 
 from trl_packfa import patch
@@ -25,7 +26,7 @@ from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.patches.measured import ENCODERS
 from trl_packfa.patching.apply import PatchState, find_state
 
-_LENGTHS, _WIDTH = (9, 3, 14, 1), 16
+_LENGTHS = (9, 3, 14, 1)
 # Limits of a relative difference in float32, for outputs and for gradients.
 _OUTPUTS, _GRADIENTS = 1e-4, 3e-4
 # Rows that see each other move the outputs by more.
@@ -88,7 +89,7 @@ def _measured(model: Any) -> dict[str, Any]:
         "verdict": "exact" if exact else "differs",
         "level": state.patch.level,
         "left pads": "without pads" if takes_left else "as they are",
-        **_rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
+        **rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
         **_in_half_precision(stock, model),
     }
 
@@ -108,10 +109,6 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
 
 
-def _rounded(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.1e}") for name, value in values.items()}
-
-
 def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
     """Return how far bfloat16 outputs and gradients are from float64, without and with pads.
 
@@ -129,7 +126,7 @@ def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
         with_pads, without = (_apart(part(run), part(truth)) for run in (padded, free))
         if math.isfinite(with_pads):
             found |= {f"bfloat16{kind}": without, f"padded{kind}": with_pads}
-    return _rounded(found)
+    return rounded(found)
 
 
 def _apart(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
@@ -142,11 +139,8 @@ def _apart(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor])
 def padded_batch(*, left: bool = False) -> dict[str, torch.Tensor]:
     """Return padded rows of random token ids, and their mask."""
     generator = torch.Generator().manual_seed(0)
-    ids, mask = (torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.long) for _ in range(2))
-    for i, length in enumerate(_LENGTHS):
-        places = slice(_WIDTH - length, None) if left else slice(length)
-        ids[i, places], mask[i, places] = torch.randint(3, 97, (length,), generator=generator), 1
-        ids[i, -1 if left else length - 1] = 2  # T5 reads a row at its end-of-sequence token
+    drawn = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in _LENGTHS]
+    ids, mask = padded([[*row[:-1], 2] for row in drawn], left=left)  # T5 reads a row at its end-of-sequence token
     return {"input_ids": ids, "attention_mask": mask}
 
 

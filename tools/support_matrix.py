@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,8 +32,6 @@ from trl_packfa.patching.inspect import get_patch, model_type
 from trl_packfa.versions import installed_version
 
 _LENGTHS = (13, 1, 29, 7)
-_VERSIONS = ("torch", "transformers")
-
 # Limit of the relative error for an unpatched model with TRL's keys to be exact.
 _UNPATCHED_EXACT = 1e-4
 
@@ -135,6 +133,14 @@ def _unpatched(model: Any) -> str:
     return "exact" if parity <= _UNPATCHED_EXACT else "differs"
 
 
+def in_processes(measure: Callable[[str], Any], names: Iterable[str], jobs: int) -> Iterator[tuple[str, Any]]:
+    """Measure types in so many processes, each with one thread, and yield each type with its result."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
+        futures = {pool.submit(measure, name): name for name in names}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
 def quietly() -> None:
     """Set up a process of the pool: one thread, and no warnings about missing kernels of each model."""
     torch.set_num_threads(1)
@@ -146,22 +152,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure every type under the installed transformers and merge the results into `path`.
 
-    A run that was cut off is resumed from `path` with the suffix `.partial`.
-
-    Args:
-        path (`Path`):
-            Results file.
-        jobs (`int`):
-            Number of processes, each with one thread.
-        seen (`Callable`):
-            Function that is called with each type and its result.
-        only (`Iterable[str]`, *optional*):
-            Types to measure again. All others must already be measured under the installed transformers.
+    A run that was cut off is resumed from `path` with the suffix `.partial`. `seen` is called with each type and its
+    result. `only` are types to measure again; all others must already be measured under the installed transformers.
 
     Raises:
         [`PackingError`]: with `only`, if the others are not measured under the installed transformers.
     """
-    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
+    versions = versions_of("torch", "transformers")
     whole = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     partial = path.with_suffix(".partial")
     types = _begun(partial, versions)
@@ -174,12 +171,10 @@ def run(
                 do="Measure all types: remove --only.",
             )
         types, missing = {}, list(only)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
-        futures = {pool.submit(measure_type, name): name for name in missing}
-        for future in as_completed(futures):
-            types[futures[future]] = future.result()
-            seen(futures[future], types[futures[future]])
-            write(partial, {"versions": versions, "types": types})
+    for name, result in in_processes(measure_type, missing, jobs):
+        types[name] = result
+        seen(name, result)
+        write(partial, {"versions": versions, "types": types})
     whole = merged(whole, versions, types)
     write(path, whole)
     partial.unlink(missing_ok=True)
@@ -220,6 +215,16 @@ def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping
     }
 
 
+def versions_of(*packages: str) -> dict[str, str | None]:
+    """Return the installed versions of these packages, and ours."""
+    return {package: installed_version(package) for package in packages} | {"trl-packfa": __version__}
+
+
+def rounded(values: Mapping[str, float]) -> dict[str, Any]:
+    """Return measured differences with two digits."""
+    return {name: float(f"{value:.1e}") for name, value in values.items()}
+
+
 def write(path: Path, contents: Mapping[str, Any]) -> None:
     """Write a results file whole or not at all."""
     new = path.with_suffix(".new")
@@ -235,14 +240,12 @@ def run_types(
     The file is written after each type, as a run takes minutes.
     """
     args = parse_arguments(description, path)
-    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
+    versions = versions_of("torch", "transformers")
     types = dict(json.loads(args.output.read_text(encoding="utf-8"))["types"]) if args.only else {}
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
-        names = list(args.only or names)
-        for name, result in zip(names, pool.map(measure, names), strict=True):
-            types[name] = result
-            seen(name, result)
-            write(args.output, {"versions": versions, "types": dict(sorted(types.items()))})
+    for name, result in in_processes(measure, args.only or names, args.jobs):
+        types[name] = result
+        seen(name, result)
+        write(args.output, {"versions": versions, "types": dict(sorted(types.items()))})
 
 
 def parse_arguments(description: str, output: Path) -> argparse.Namespace:
@@ -252,20 +255,6 @@ def parse_arguments(description: str, output: Path) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
     return parser.parse_args()
-
-
-def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
-    """Refuse an installed transformers with types that are not in the results.
-
-    Raises:
-        [`PackingError`]: with the names of these types.
-    """
-    unknown = sorted(set(installed) - set(types))
-    if unknown:
-        raise PackingError(
-            f"transformers has {len(unknown)} causal-LM types that models.json does not know: {', '.join(unknown)}.",
-            do="Run python tools/support_matrix.py.",
-        )
 
 
 def main() -> None:

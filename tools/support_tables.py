@@ -8,7 +8,7 @@ The pages hold its output between comments with the command; tests compare both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trl_packfa.adapters import table
@@ -23,10 +23,8 @@ def model_table(types: Results) -> str:
     """Return the table of causal-LM types: each level, what it runs, and its model types."""
     lines = ["| level | types | what runs | which |", "|---|---|---|---|"]
     for level, what in _LEVELS.items():
-        names = [
-            name for name, result in types.items() if result.get("level") == level and result["verdict"] == "exact"
-        ]
-        lines.append(f"| {level} | {len(names)} | {what} | {', '.join(f'`{name}`' for name in names)} |")
+        names = [name for name, of in types.items() if of.get("level") == level and of["verdict"] == "exact"]
+        lines.append(f"| {level} | {len(names)} | {what} | {_names(names)} |")
     refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
     lines += ["", f"Refused, with the reason ({len(refused)}):", ""]
     lines += [f"- `{name}`: {why}." for name, why in refused.items()]
@@ -50,18 +48,14 @@ def composite_table(types: Results) -> str:
     text = [name for name in exact if name not in seen]
     both = [name for name, result in exact.items() if result.get("blocks")]
     worst = {key: max(exact[name][key] for name in seen) for key in ("logits", "gradients")}
-    lines = [
-        "| result | types | which |",
-        "|---|---|---|",
-        f"| exact with images or sounds (logits off by {worst['logits']:.1e} at most, gradients by "
-        f"{worst['gradients']:.1e}) | {len(seen)} | {_names(seen)} |",
-        *(
-            [f"| exact on text; images or sounds in a form that was not tried | {len(text)} | {_names(text)} |"]
-            if text
-            else []
-        ),
-        f"| of both, with image tokens that see each other in both directions | {len(both)} | {_names(both)} |",
-    ]
+    off = f"logits off by {worst['logits']:.1e} at most, gradients by {worst['gradients']:.1e}"
+    groups = {
+        f"exact with images or sounds ({off})": seen,
+        "exact on text; images or sounds in a form that was not tried": text,
+        "of both, with image tokens that see each other in both directions": both,
+    }
+    lines = ["| result | types | which |", "|---|---|---|"]
+    lines += [f"| {what} | {len(names)} | {_names(names)} |" for what, names in groups.items() if names]
     reasons: dict[str, list[str]] = {}
     for name, result in types.items():
         if result["verdict"] not in ("exact", "not built"):
@@ -69,15 +63,15 @@ def composite_table(types: Results) -> str:
     unknown = [name for name, result in types.items() if result["verdict"] == "not built"]
     lines += ["", f"Refused with images, with the reason ({len(types) - len(exact) - len(unknown)}):", ""]
     lines += [f"- {_names(names)}: {why}." for why, names in reasons.items()]
-    lines += [
-        "",
-        f"No small model could be built of these, so your own is checked ({len(unknown)}): {_names(unknown)}.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _not_built(unknown)])
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _not_built(names: Sequence[str]) -> str:
+    return f"No small model could be built of these, so your own is checked ({len(names)}): {_names(names)}."
 
 
 def encoder_table(types: Mapping[str, Results]) -> str:
@@ -93,7 +87,7 @@ def encoder_table(types: Mapping[str, Results]) -> str:
         for why, of in _refusals(heads).items():
             reasons.setdefault(why, []).append(f"`{name}`" + (f" ({', '.join(of)})" if of else ""))
     by_reach = sorted(served.items(), key=lambda item: (-item[0].count("stack"), -len(item[1])))
-    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |" for cells, names in by_reach]
+    lines += [f"| {_names(names)} | {' | '.join(cells)} |" for cells, names in by_reach]
     worst = {key: max(result[key] for result in exact) for key in ("outputs", "gradients")}
     least = min(result["control"] for result in exact)
     lines += [
@@ -109,9 +103,7 @@ def encoder_table(types: Mapping[str, Results]) -> str:
     ]
     lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
     unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
-    lines += ["", f"No small model could be built of these, so your own is checked ({len(unknown)}): "
-              f"{', '.join(f'`{name}`' for name in unknown)}."]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _not_built(unknown)])
 
 
 def _in_half(exact: Iterable[Mapping[str, Any]], of: str) -> float:

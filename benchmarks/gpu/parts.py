@@ -40,20 +40,13 @@ Timed = tuple[str, str, Act]
 
 
 class Setting(NamedTuple):
-    """Device, sizes and duration of the measurements.
+    """Device, sizes and duration of the measurements."""
 
-    Args:
-        preset (`str`): name of the preset with the shapes.
-        tokens (`int`): tokens of the row.
-        device (`torch.device`), dtype (`torch.dtype`): device and dtype of weights and activations.
-        seconds (`float`): approximate seconds of one measurement.
-    """
-
-    preset: str
-    tokens: int
+    preset: str  # with the shapes
+    tokens: int  # of the row
     device: torch.device
-    dtype: torch.dtype
-    seconds: float
+    dtype: torch.dtype  # of weights and activations
+    seconds: float  # of one measurement, approximately
 
     def hidden(self) -> torch.Tensor:
         """Return random hidden states `(1, tokens, width)` that require a gradient."""

@@ -12,7 +12,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flex, get_backend
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 
 LENGTHS = ((300, 20), (5, 130, 64), (250, 250, 1, 1), (129,), (140, 2, 290, 33, 7))
 WINDOWS, SOFTCAPS, SINKS, GRADIENTS = (None, 64), (None, 30.0), (False, True), (True, False)

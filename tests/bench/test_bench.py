@@ -2,7 +2,6 @@
 
 import json
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,10 @@ from training import LENGTHS
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import Result
-from trl_packfa.bench.counting import StepCounter
-from trl_packfa.bench.data import facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.mixes import every_length
-from trl_packfa.bench.process import SideProcess
+from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
+from trl_packfa.bench.measuring import StepCounter
+from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
-from trl_packfa.bench.worker import FINISH, STEP, TRACE, SideFailed, leaks, run
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
@@ -210,7 +207,7 @@ def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
 
 def side_process(tmp_path):
     """A process whose arguments are refused."""
-    return closing(SideProcess({"argv": [], "side": {}, "folder": "", "model": ""}, tmp_path / "side.log"))
+    return closing(SideProcess([], Side("step"), "", tmp_path, log=tmp_path / "side.log"))
 
 
 def test_a_process_that_is_killed_leaves_its_reason(tmp_path):
@@ -245,16 +242,16 @@ class Commands:
 
 
 def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, tmp_path):
-    """Two steps of data: the third `step` and the `trace` after it find none."""
+    """Two steps of data: the third `step` finds none, and nothing is traced."""
     argv = ["--model", preset, "--lengths", lengths_file, "--eval_documents", str(len(LENGTHS) - 16)]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
     argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
     save(read_arguments(argv), preset, tmp_path)
-    spec = {"argv": argv, "side": asdict(Side("padding")), "folder": str(tmp_path), "model": preset}
-    channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
-    run(spec, channel)
+    channel = Commands(STEP, STEP, STEP, FINISH)
+    run(argv, Side("padding"), preset, tmp_path, channel)
     ready, one, two, *none, done = channel.answers
-    assert "leaks" in ready and "loss" in one.keys() & two.keys() and none == [None, None] and "eval_loss" in done
+    assert "leaks" in ready and "loss" in one.keys() & two.keys() and none == [None] and "eval_loss" in done
+    assert done["trace"] == {}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
-from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, save_plot, speed_rows
@@ -29,6 +29,7 @@ def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
     for step in one.steps:
         step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
     one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa"}
+    one.end["trace"] = {}
     return one
 
 

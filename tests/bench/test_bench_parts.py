@@ -15,6 +15,7 @@ from attention_speed import (
     attention_flops,
     bench_attention,
     document_lengths,
+    draw_lengths,
 )
 from planning_speed import bench_pack
 from tolerance import assert_float32
@@ -22,7 +23,6 @@ from tolerance import assert_float32
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
 from trl_packfa.bench.arguments import read_arguments
-from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.bench.presets import PRESETS, preset_config
 from trl_packfa.bench.run import model_path
 from trl_packfa.errors import InvalidConfig, PackingError

@@ -10,11 +10,17 @@ from transformers import AutoTokenizer
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from trl_packfa import PackedSFTConfig
-from trl_packfa.bench import upstream
+from trl_packfa.bench import sides
 from trl_packfa.bench.data import random_documents
-from trl_packfa.bench.sides import build_trainer, parse_sides, upstream_kwargs
+from trl_packfa.bench.sides import (
+    Attention,
+    attention_of,
+    build_trainer,
+    parse_sides,
+    upstream_attention,
+    upstream_kwargs,
+)
 from trl_packfa.bench.table import heading, remarks, training_rows
-from trl_packfa.bench.upstream import Attention, attention_of, upstream_attention
 
 STAND_IN = str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_in")
 
@@ -25,7 +31,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(PackedSFTConfig, "device", torch.device("cuda", 0))
     monkeypatch.syspath_prepend(STAND_IN)
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    for module in (upstream, flash_utils):
+    for module in (sides, flash_utils):
         monkeypatch.setattr(module, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setitem(
         flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True
@@ -54,7 +60,7 @@ def test_where_it_cannot_be_had_the_reason_is_told(preset, gpu, monkeypatch):
     )
     monkeypatch.setattr("transformers.LlamaForCausalLM._supports_flash_attn", False)
     assert "LlamaForCausalLM does not support Flash Attention 2" in asked(preset).remark
-    monkeypatch.setattr(upstream, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(sides, "is_flash_attn_2_available", lambda: False)
     assert asked(preset) == Attention(None, "flash-attn is not installed"), "nothing is loaded from the Hub"
 
 

@@ -13,7 +13,7 @@ from test_fused_lora import adapted, by_peft, oracle
 from tolerance import assert_float32, assert_gradients, assert_no_worse, assert_recomputed
 
 from trl_packfa import patch, unpatch
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.kernels.lora import in_graphs, project_together
 from trl_packfa.patching.apply import compile_layers
 

@@ -16,7 +16,7 @@ from tolerance import assert_float32, assert_gradients, assert_low_precision, as
 from transformers import AutoModelForSequenceClassification
 
 from trl_packfa import describe, patch, patched, unpatch
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.apply import find_state

@@ -16,7 +16,7 @@ from training import lora_config
 
 from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.attention import AttentionArguments, AttentionRequest, get_backend
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import NoBackend
 
 # Of one tile and of many, of one token, equal ones.

@@ -1,4 +1,4 @@
-"""Shared function of the tests that count compiled graphs with `trl_packfa.bench.tracing`."""
+"""Shared function of the tests that count compiled graphs with `trl_packfa.bench.measuring`."""
 
 import torch
 from torch._dynamo.utils import counters

@@ -32,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 import trl_packfa
 from trl_packfa import PackedLayout, PackedSFTConfig
 from trl_packfa.attention import dispatch
-from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import find_layout
 from trl_packfa.runtime import sequence_parallel

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trl_packfa.bench.tracing import WAITS, compiled_graphs
+from trl_packfa.bench.measuring import WAITS, compiled_graphs
 
 _aten: Any = torch.ops.aten
 # torch does not count the fused attention of CPUs. Each entry: number of leading operands, and the function to count.

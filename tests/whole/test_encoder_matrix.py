@@ -34,7 +34,7 @@ def test_running_gives_what_is_committed(model_type):
 def test_a_leak_is_seen(monkeypatch):
     """A stack whose rows see each other, although it was measured exact."""
     measured = matrix.run_padded
-    monkeypatch.setattr(matrix, "_rounded", dict)
+    monkeypatch.setattr(matrix, "rounded", dict)
     exact = matrix.measure_head("bert", "TokenClassification")
     assert exact["verdict"] == "exact" and exact["outputs"] < 1e-5 < 1e-2 < exact["control"]
 

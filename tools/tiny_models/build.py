@@ -45,18 +45,25 @@ def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return the model in eval mode; equal seed and changes give equal weights. torch's random state stays."""
-    config = small_config(model_type, **changes)
+    return built(AutoModelForCausalLM, small_config(model_type, **changes), _MOST_PARAMETERS, seed=seed)
+
+
+def built(auto: Any, config: PreTrainedConfig, most: int, *, seed: int) -> PreTrainedModel:
+    """Return the model of a config in eval mode with weights drawn anew; refuse one with more parameters than `most`.
+
+    `auto` is transformers' class that makes models of configs.
+    """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        if parameters > _MOST_PARAMETERS:
+            parameters = sum(p.numel() for p in auto.from_config(config).parameters())
+        if parameters > most:
             raise UnsupportedModel(
-                f"The model of type {model_type!r} is not small.",
-                why=[f"it has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}"],
+                f"The model of type {config.model_type!r} is not small.",
+                why=[f"it has {parameters:,} parameters, more than {most:,}"],
             )
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = auto.from_config(config, dtype=torch.float32).eval()
         redraw(model)
     return model
 

@@ -22,11 +22,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from tiny_models.build import config_of
+from tiny_models.build import built, config_of
 from tiny_models.composite_sizes import ENCODER, OF_TYPES
 from tiny_models.pixel_forms import FORMS, ROWS
 from tiny_models.sizes import GENERIC, VOCABULARY
-from tiny_models.weights import redraw
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patching.inspect import forward_takes
 
@@ -46,24 +45,16 @@ def small_composite(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     Raises:
         [`UnsupportedModel`]: if it cannot be built with the small sizes, with the reason.
     """
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             config = config_of(CONFIG_MAPPING[model_type], {"vision_config": {}}, {**GENERIC, **ENCODER}, OF_TYPES)
             _renumber(config)
             _rescale_positions(config)
-            with torch.device("meta"):
-                model = AutoModelForMultimodalLM.from_config(config)
-        except Exception as error:  # a config that needs sizes of its own, or a library that is not installed
-            said = (str(error).strip() or type(error).__name__).splitlines()
-            raise UnsupportedModel(f"no small model of type {model_type!r}: {said[-1].strip()[:120]}") from error
-        parameters = sum(p.numel() for p in model.parameters())
-        if parameters > _MOST_PARAMETERS:
-            raise UnsupportedModel(f"the model of type {model_type!r} is not small: {parameters:,} parameters.")
-        torch.manual_seed(seed)
-        model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
-        redraw(model)
-    return model
+        return built(AutoModelForMultimodalLM, config, _MOST_PARAMETERS, seed=seed)
+    except Exception as error:  # a config that needs sizes of its own, or a library that is not installed
+        said = (str(error).strip() or type(error).__name__).splitlines()
+        raise UnsupportedModel(f"no small model of type {model_type!r}: {said[-1].strip()[:120]}") from error
 
 
 def _renumber(config: PreTrainedConfig) -> None:

@@ -38,7 +38,7 @@ class BenchArguments:
     lengths: str | None = field(
         default=None,
         metadata={
-            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): the data are "
+            "help": "JSON list of document lengths in tokens, or the name of a mix (see `data.py`): the data are "
             "documents of random tokens with these lengths."
         },
     )
@@ -84,6 +84,7 @@ class BenchArguments:
 class Setup(NamedTuple):
     """Parsed arguments of a benchmark and its sides."""
 
+    argv: list[str]
     bench: BenchArguments
     script: ScriptArguments
     args: PackedSFTConfig
@@ -105,7 +106,7 @@ def read_arguments(argv: list[str]) -> Setup:
     sides = parse_sides(
         bench.strategies or default, backends=bench.backends, contaminated=bench.contaminated, trainer=bench.trainer
     )
-    return Setup(bench, script, args, mixture, sides)
+    return Setup(argv, bench, script, args, mixture, sides)
 
 
 def _require_sense(bench: BenchArguments, args: PackedSFTConfig) -> None:

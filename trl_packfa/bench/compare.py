@@ -13,8 +13,8 @@ import numpy as np
 from ..errors import InvalidConfig
 from .arguments import Setup
 from .data import Facts
+from .process import SideFailed
 from .sides import Side
-from .worker import SideFailed
 
 # With fewer timed steps, the variation between steps is unknown.
 FEWEST_STEPS = 5
@@ -33,7 +33,6 @@ class Result:
     facts: dict[str, Any] = field(default_factory=dict)
     warm_up: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
-    trace: dict[str, Any] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     is_over: bool = False
 
@@ -92,7 +91,7 @@ class Result:
         row: dict[str, Any] = {"side": self.side.name, "trainer": trainer}
         if self.failure:
             return {**row, "failed": self.failure}
-        seconds = [step["seconds"] for step in self.steps]
+        trace, seconds = self.end["trace"], [step["seconds"] for step in self.steps]
         quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
         # A side that cuts documents counts parts of them: take their mean length in the data.
         cut = self.side.kind.strategy.wraps or not self.total("documents")
@@ -118,13 +117,13 @@ class Result:
             "validation_loss": self.end["eval_loss"],
             "mfu": flops * self.rate / peak if flops else None,
             "recompiles": int(self.total("compiled")),
-            "host_syncs_per_step": self.trace.get("host_syncs"),
-            "aten_calls_per_step": self.trace.get("aten_calls"),
+            "host_syncs_per_step": trace.get("host_syncs"),
+            "aten_calls_per_step": trace.get("aten_calls"),
             "attention": self.end["attention"],
             "remark": self.facts["remark"],
             "leaks": self.facts["leaks"],
             "equal": self.facts["equal"],
-            "operations": self.trace.get("operations", []),
+            "operations": trace.get("operations", []),
             "steps": self.steps,
         }
 
@@ -133,16 +132,13 @@ class Result:
 class Ratio:
     """True tokens per second of a side divided by those of the base, with a confidence interval.
 
-    Args:
-        value, low, high (`float`, *optional*): the ratio, and the 95 % interval over redrawn steps; `None` if a side
-            failed.
-        verdict (`str`): empty if the ratio allows a conclusion, else the reason and what to do.
+    `low` and `high` are the 95 % interval over redrawn steps. All are `None` if a side failed.
     """
 
     value: float | None
     low: float | None
     high: float | None
-    verdict: str = ""
+    verdict: str = ""  # empty if the ratio allows a conclusion, else the reason and what to do
 
 
 def compare(side: Result, base: Result) -> Ratio:

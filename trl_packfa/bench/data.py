@@ -15,37 +15,50 @@ from trl import get_dataset
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import PackingReport
+from ..plan.gather import read_length_list
 from ..trainers.common.dataset import count_trained, cut_dataset, read_lengths
 from ..trainers.common.hub import load_dataset_dict
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 from .arguments import Setup
-from .mixes import every_length
 
 # Lengths of random documents, or the splits of a dataset.
 Documents = list[int] | dict[str, Dataset]
 
 # Smaller token ids are special in the placeholder tokenizer.
 _FIRST_WORD = 4
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def _log_normal(median: float, spread: float) -> Draw:
+    return lambda rng, count: np.exp(rng.normal(np.log(median), spread, count)).astype(int) + 1
+
+
+# Functions by name that draw `count` lengths in tokens.
+MIXES: dict[str, Draw] = {
+    "short": lambda rng, count: np.full(count, 128),
+    "even": _log_normal(150, 0.35),  # like arithmetic problems: mean 160, 1 % above 340
+    "uneven": _log_normal(170, 1.0),  # like FLAN: mean 280, 1 % above 1,700
+    "long": lambda rng, count: np.full(count, 4096),
+    "whole": lambda rng, count: np.full(count, 2**30),  # one document fills the whole row
+}
+_DRAWN = 20_000
+
+
+def every_length(mix: str, *, seed: int) -> list[int]:
+    """Return the document lengths of a dataset: all of a JSON file, or 20,000 of a mix, as in the paper's datasets."""
+    return (MIXES[mix](np.random.default_rng(seed), _DRAWN) if mix in MIXES else read_length_list(mix)).tolist()
 
 
 class Facts(NamedTuple):
-    """Figures of the training data.
+    """Figures of the training data; lengths are in tokens."""
 
-    Attributes:
-        documents (`int`): documents; rows of pairs for preference data.
-        tokens (`int`), longest (`int`): tokens of all documents and of the longest.
-        mean_length (`float`): mean document length in tokens.
-        tokens_seen_by_token (`float`): mean, over all tokens, of the length of the token's document.
-        trained_share (`float`): share of tokens that are trained.
-    """
-
-    documents: int
+    documents: int  # rows of pairs for preference data
     tokens: int
     longest: int
     mean_length: float
-    tokens_seen_by_token: float
-    trained_share: float
+    tokens_seen_by_token: float  # mean, over all tokens, of the length of the token's document
+    trained_share: float  # share of tokens that are trained
 
 
 def facts(dataset: Dataset, trainer: str = "sft") -> Facts:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 
 from ..versions import MINIMUM_VERSIONS, installed_version
 
@@ -17,6 +19,11 @@ HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719
 # Environment variables that change memory allocation and so speed.
 ALLOCATOR = (*HEAP, "MALLOC_ARENA_MAX", "LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ["trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "kernels", "triton"]
+
+
+def large_heap() -> AbstractContextManager[None]:
+    """Set [`HEAP`] for processes that start inside a `with` block, except what the user has set."""
+    return patch_environment(**{name: value for name, value in HEAP.items() if name not in os.environ})
 
 
 def environment() -> dict[str, Any]:

@@ -24,11 +24,10 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..packing import STEP
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.padding_free.padding_free import padding_free
-from ..trainers.preference.cutting import Rows
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
-from ..trainers.preference.dpo import PackedDPOConfig, PackedDPOTrainer
-from ..trainers.preference.kto import PackedKTOConfig, PackedKTOTrainer
-from ..trainers.preference.reward import PackedRewardConfig, PackedRewardTrainer
+from ..trainers.preference.dpo import PackedDPOTrainer
+from ..trainers.preference.kto import PackedKTOTrainer
+from ..trainers.preference.reward import PackedRewardTrainer
 from ..trainers.sft.config import PackedSFTConfig
 from .sides import Side, upstream_kwargs
 
@@ -38,52 +37,26 @@ _OTHERWISE = ("loss_type", "padding_free", "use_liger_kernel")
 
 
 class Preference(NamedTuple):
-    """Classes and settings of one preference trainer.
+    """Classes of one preference trainer, and the columns of its tokenized dataset."""
 
-    Attributes:
-        trainer (`type`), config (`type`): TRL's classes.
-        packed (`type`), packed_config (`type`): our classes.
-        columns (`tuple[str, ...]`): columns of its tokenized dataset.
-        task (`str`): PEFT task type of a LoRA adapter.
-        has_reference (`bool`): the trainer runs a reference model.
-        options (`dict`): config arguments that the trainer needs.
-    """
-
-    trainer: type[Trainer]
+    trainer: type[Trainer]  # TRL's
     config: Any
-    packed: Any
-    packed_config: Any
+    packed: Any  # ours
     columns: tuple[str, ...]
-    task: str
-    has_reference: bool
-    options: dict[str, Any] = {}
-
-    @property
-    def rows(self) -> Rows:
-        """Columns that are joined to each row of the model's input."""
-        return self.packed._rows
 
 
 PREFERENCES = {
-    "dpo": Preference(
-        DPOTrainer, DPOConfig, PackedDPOTrainer, PackedDPOConfig, ("prompt_ids", "chosen_ids", "rejected_ids"),
-        "CAUSAL_LM", True,
-    ),
-    "reward": Preference(
-        RewardTrainer, RewardConfig, PackedRewardTrainer, PackedRewardConfig, ("chosen_ids", "rejected_ids"),
-        "SEQ_CLS", False,
-    ),
+    "dpo": Preference(DPOTrainer, DPOConfig, PackedDPOTrainer, ("prompt_ids", "chosen_ids", "rejected_ids")),
+    "reward": Preference(RewardTrainer, RewardConfig, PackedRewardTrainer, ("chosen_ids", "rejected_ids")),
     "kto": Preference(
-        KTOTrainer, KTOConfig, PackedKTOTrainer, PackedKTOConfig,
-        ("prompt_ids", "completion_ids", "KL_completion_ids", "label"), "CAUSAL_LM", True,
-        {"train_sampling_strategy": "sequential"},
+        KTOTrainer, KTOConfig, PackedKTOTrainer, ("prompt_ids", "completion_ids", "KL_completion_ids", "label")
     ),
-}  # fmt: skip
+}
 
 
 def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
     """Return the tokens of every trained row, int64."""
-    return lengths_of_pairs(dataset, PREFERENCES[trainer].rows).T.ravel()
+    return lengths_of_pairs(dataset, PREFERENCES[trainer].packed._rows).T.ravel()
 
 
 def pairs_of(dataset: Dataset) -> Dataset:
@@ -129,7 +102,7 @@ def tokenized(
     cls: Any = LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
     shape: Any = {**_SMALL, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
     config = LlamaConfig(**shape)
-    reference = {"ref_model": cls(config)} if wanted.has_reference else {}
+    reference = {} if trainer == "reward" else {"ref_model": cls(config)}
     pairs: dict[str, Any] = dict(parts)
     made: Any = cast(Any, wanted.trainer)(
         cls(config),
@@ -192,10 +165,12 @@ def build_preference_trainer(
         raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Remove it.")
     known = {f.name for f in fields(wanted.config) if f.init} & {f.name for f in fields(PackedSFTConfig) if f.init}
     given = {name: getattr(args, name) for name in known - set(_OTHERWISE)}
-    given |= {**wanted.options, "eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
+    given |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
+    if side.trainer == "kto":
+        given |= {"train_sampling_strategy": "sequential"}
     adapter = get_peft_config(args)
     if adapter is not None:
-        adapter.task_type = wanted.task
+        adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
     packs = side.kind.strategy == STEP
     options: dict[str, Any] = {
         "model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
@@ -208,7 +183,7 @@ def build_preference_trainer(
     # TRL's constructor seeds, so a classifier's new head has the same weights on every side.
     made = as_prepared(wanted.packed if packs else wanted.trainer)(
         model,
-        args=(wanted.packed_config if packs else wanted.config)(**{**given, **overrides, **options}),
+        args=(wanted.packed._config if packs else wanted.config)(**{**given, **overrides, **options}),
         **data,
         quantization_config=quantization_of(model_type(model, args), args),
         peft_config=adapter,

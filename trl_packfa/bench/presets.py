@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..errors import InvalidConfig, PackingError
+from ..errors import PackingError
 
 # By name: model type, hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
 _SHAPES = {
@@ -61,13 +61,7 @@ def preset_config(name: str, *, vocab_size: int = 0) -> PreTrainedConfig:
 
 
 def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | None = None, seed: int = 0) -> None:
-    """Save a preset with random weights and its tokenizer; every side loads it like a real model.
-
-    Raises:
-        [`InvalidConfig`]: if there is no such preset.
-    """
-    if name not in _SHAPES:
-        raise InvalidConfig(f"there is no preset '{name}'.", do=f"Choose from {', '.join(PRESETS)}.")
+    """Save a preset with random weights and its tokenizer; every side loads it like a real model."""
     words = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else _placeholder()
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -1,58 +1,213 @@
-"""Control of a worker process: start it, send commands, receive answers, and read its log if it dies."""
+"""Process of one side: it builds the trainer, then answers each command, such as one optimizer step.
+
+An answer is a dictionary of figures, `None` if the command finds no step to run, or a [`SideFailed`].
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import patch_environment
+import torch
+from datasets import load_from_disk
+from torch.profiler import profile
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from . import worker
-from .environment import HEAP
+from ..exactness.probe import vocabulary_of
+from .arguments import read_arguments
+from .environment import ALLOCATOR, large_heap
+from .measuring import PeakMemory, StepCounter, compiled_graphs, start_trace, summary
+from .sides import Side, attention_of, build_trainer, upstream_attention
 
-_LAST_LINES = 5
-# Seconds in which a process may end by itself.
-_PATIENCE = 10.0
+STEP, FINISH = "step", "finish"
+# Lengths in tokens of two documents. A change of the first must not change the logits of the second.
+_LENGTHS = (7, 9)
+# Threshold in standard deviations of the logits: rounding stays below it, a leak is far above.
+_MOVED = 1e-2
+# Lines of the log of a process that died, and seconds in which a process may end by itself.
+_LAST_LINES, _PATIENCE = 5, 10.0
+
+
+class SideFailed(Exception):
+    """Error for a side that cannot be measured; its message is the reason."""
+
+
+class Pacer(TrainerCallback):
+    """Callback that pauses the training between two steps until the next command."""
+
+    def __init__(self, channel: Connection, counter: StepCounter, memory: PeakMemory) -> None:
+        self.channel, self.counter, self.memory = channel, counter, memory
+        self.started, self.cpu_started, self.graphs = 0.0, 0.0, 0
+        self.trace: profile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Reset the peak memory, because the model is built, patched and proven; then wait for a command."""
+        self.memory.reset()
+        self._wait()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Send the figures of the finished step, then wait for the next command; end the training after a trace."""
+        _synchronize()
+        if self.trace is not None:
+            self.trace.stop()
+            control.should_training_stop = True
+            return
+        seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+        figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": compiled_graphs() - self.graphs}
+        self.channel.send({**figures, **self.counter.take()._asdict()})
+        if state.global_step < state.max_steps:  # after the last step, no step could answer a command
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.channel.recv() == FINISH:
+            self.trace = start_trace()  # of one more step
+        self.graphs = compiled_graphs()
+        _synchronize()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
+
+
+def run(argv: list[str], side: Side, model: str, folder: Path, channel: Connection) -> None:
+    """Build the side, train on command, evaluate, and send the final figures."""
+    setup = read_arguments(argv)
+    build: Callable[..., Any] = build_trainer
+    if side.trainer != "sft":
+        from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
+
+        build = build_preference_trainer
+    data = {
+        "train_dataset": load_from_disk(str(folder / "train")),
+        "eval_dataset": load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None,
+        "processing_class": AutoTokenizer.from_pretrained(setup.bench.tokenizer or model),
+    }
+    steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
+    trainer = build(side, setup.args, model, data, output_dir=str(folder / "output"), **steps)
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    memory = PeakMemory()
+    remark = "" if side.kind.ours else upstream_attention(model, setup.args, named=side.backend).remark
+    channel.send({**_facts(trainer, side), "remark": remark})
+    pacer = Pacer(channel, StepCounter(trainer), memory)
+    trainer.add_callback(pacer)
+    trainer.train()
+    peak = memory.peak()
+    while pacer.trace is None and channel.recv() != FINISH:
+        channel.send(None)
+    loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
+    figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
+    attention = attention_of(trainer) if side.kind.trains else None
+    channel.send({**figures, "attention": attention, "trace": summary(pacer.trace) if pacer.trace else {}})
+
+
+def _facts(trainer: Any, side: Side) -> dict[str, Any]:
+    """Return the facts that must be equal on all sides, the steps of an epoch, and whether documents leak."""
+    model, optimizer = trainer.model, trainer.args.optim
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    batches = len(trainer.get_train_dataloader())
+    equal = {
+        "device": str(trainer.args.device),
+        "weights": sorted({str(p.dtype) for p in parameters}),
+        "trained weights": sorted({str(p.dtype) for p in trained}),
+        "parameters": sum(p.numel() for p in parameters),
+        "trained parameters": sum(p.numel() for p in trained),
+        "autocast": "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "none",
+        "gradient checkpointing": bool(trainer.args.gradient_checkpointing),
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "optimizer": f"{optimizer}, learning rate {trainer.args.learning_rate}",
+        "threads": torch.get_num_threads(),
+        "allocator": {name: os.environ.get(name, "") for name in ALLOCATOR},
+    }
+    return {
+        "equal": equal,
+        "steps_per_epoch": -(-batches // trainer.args.gradient_accumulation_steps),
+        # Rows of the other trainers are one document each, and `padding_free` has its own proof.
+        "leaks": side.trainer == "sft" and leaks(trainer, side),
+    }
+
+
+def leaks(trainer: Any, side: Side) -> bool:
+    """Replace a document and tell whether the logits of its neighbour change; with one row each they never do."""
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randint(1, vocabulary_of(trainer.model), (n,), generator=generator).tolist() for n in _LENGTHS * 2]
+    was_training = trainer.model.training
+    # Use training mode with equal dropout: some quantized weights can no longer be trained after evaluation mode.
+    trainer.model.train()
+    try:
+        with torch.no_grad(), trainer.accelerator.autocast(), torch.random.fork_rng():
+            first, changed = (_logits(trainer, side, [draw[i], draw[1]]) for i in (0, 2))
+    finally:
+        trainer.model.train(was_training)
+    return bool((first - changed).abs().max() > _MOVED * first.std())
+
+
+def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tensor:
+    """Return the logits of the second document, from the batch that the side's collator makes of both."""
+    joined = [token for document in documents for token in document]
+    if side.kind.strategy.fills_rows and not side.kind.ours:
+        lengths = {} if side.kind.strategy.wraps else {"seq_lengths": [len(document) for document in documents]}
+        examples = [{"input_ids": joined, "labels": joined, **lengths}]
+    else:
+        examples = [{"input_ids": document, "labels": document} for document in documents]
+    batch = trainer._prepare_inputs(trainer.data_collator(examples))
+    torch.manual_seed(0)
+    batch.pop("labels")
+    logits = trainer.model(**batch, use_cache=False).logits
+    return (logits[1] if logits.shape[0] == 2 else logits[0])[-_LENGTHS[1] :].float()
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def main(argv: list[str], side: Side, model: str, folder: Path, channel: Connection, log: Path) -> None:
+    """Run a side; an error is an answer, too. All output of libraries goes to the file `log`."""
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    try:
+        run(argv, side, model, folder, channel)
+    except Exception as error:
+        channel.send(SideFailed(f"{type(error).__name__}: {error}"))
+        raise
 
 
 class SideProcess:
-    """Worker process of one side.
+    """The other end: it starts the process of a side, sends commands, and reads the log `log` if the process dies."""
 
-    Args:
-        spec (`dict`): specification that the worker reads.
-        log (`Path`): file for the worker's output.
-    """
-
-    def __init__(self, spec: dict[str, Any], log: Path) -> None:
+    def __init__(self, argv: list[str], side: Side, model: str, folder: Path, *, log: Path) -> None:
         spawn, self._log = get_context("spawn"), log
         self._channel, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=worker.main, args=(spec, theirs, log))
-        # The allocator reads these when the process starts.
-        with patch_environment(**{name: value for name, value in HEAP.items() if name not in os.environ}):
+        self._process = spawn.Process(target=main, args=(argv, side, model, folder, theirs, log))
+        with large_heap():  # the allocator reads its settings when the process starts
             self._process.start()
-        theirs.close()  # with two ends open here, the death of the worker would not end a wait
+        theirs.close()  # with two ends open here, the death of the process would not end a wait
 
     def ask(self, command: str) -> dict[str, Any] | None:
-        """Send a command (`STEP`, `TRACE`, `FINISH`) and return the worker's figures; `None` if no step is left."""
+        """Send a command (`STEP`, `FINISH`) and return its figures; `None` if no step is left."""
         try:
             self._channel.send(command)
         except OSError as error:
-            raise worker.SideFailed(self._epitaph()) from error
+            raise SideFailed(self._epitaph()) from error
         return self.answer()
 
     def answer(self) -> Any:
         """Wait for the next answer; the first one has the facts of the built trainer.
 
         Raises:
-            [`SideFailed`]: if the worker says so, or has died.
+            [`SideFailed`]: if the process says so, or has died.
         """
         try:
             answer = self._channel.recv()
         except (EOFError, OSError) as error:
-            raise worker.SideFailed(self._epitaph()) from error
-        if isinstance(answer, worker.SideFailed):
+            raise SideFailed(self._epitaph()) from error
+        if isinstance(answer, SideFailed):
             raise answer
         return answer
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +17,50 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..trainers.common.flops import ModelFlops
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.throughput import known_peak, peak_flops
-from .arguments import Setup, read_arguments
+from .arguments import Setup
 from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
-from .process import SideProcess
-from .worker import FINISH, STEP, TRACE
+from .process import FINISH, STEP, SideProcess
 
-Tell = Callable[[str], None]
 _PEAK_SECONDS = 0.1
 
 
-def run_bench(
-    argv: list[str], tell: Tell = lambda text: None, seen: Callable[[dict[str, Any]], None] = lambda report: None
-) -> dict[str, Any]:
-    """Run the benchmark of the arguments and return all figures, ready for JSON.
+def run_bench(setup: Setup) -> dict[str, Any]:
+    """Run the benchmark of the arguments, and return all figures, ready for JSON, as `--output` gets them.
 
-    `seen` gets the report of the sides so far whenever sides have ended, because the next ones may run out of time.
+    That file is also written whenever sides have ended, because the next ones may run out of time.
 
     Raises:
         [`PackingError`]: for arguments and data that cannot be compared. A failed side is only a row of the result.
     """
-    setup = read_arguments(argv)
     documents = read_documents(setup)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
         folder = Path(name)
-        model = model_path(setup, folder, tell)
+        model = model_path(setup, folder)
         lost = save_documents(setup, documents, model, folder)
         dataset: Any = load_from_disk(str(folder / "train"))
         data = facts(dataset, setup.bench.trainer)
-        tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
+        _tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
         results = [Result(side) for side in setup.sides]
-        spec = {"argv": argv, "model": model, "folder": name}
         config = AutoConfig.from_pretrained(model)
         peak = Peak(config, setup.args)
-        head = {"environment": environment(), "arguments": argv, "data": {**data._asdict(), "report": lost}}
+        head = {"environment": environment(), "arguments": setup.argv, "data": {**data._asdict(), "report": lost}}
         ended: list[Result] = []
+        report: dict[str, Any] = {}
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
-            _measure(group, setup, spec, folder, peak, tell)
+            _measure(group, setup, model, folder, peak)
             ended += group
-            seen({**head, **_figures(ended, setup, config, data, peak)})
+            report = {**head, **_figures(ended, setup, config, data, peak)}
+            if setup.bench.output:
+                Path(setup.bench.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         require_equal_work(results)
-        return {**head, **_figures(results, setup, config, data, peak)}
+        return report
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _figures(results: list[Result], setup: Setup, config: PreTrainedConfig, data: Facts, peak: Peak) -> dict[str, Any]:
@@ -107,12 +108,12 @@ class Peak:
         return rate
 
 
-def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
+def model_path(setup: Setup, folder: Path) -> str:
     """Return the name or path of the model; save a preset with random weights first."""
     name = setup.bench.model or setup.args.model_name_or_path or ""
     if name not in PRESETS:
         return name
-    tell(f"making {name} with random weights ...")
+    _tell(f"making {name} with random weights ...")
     path = folder / "model"
     # A separate process, so that its GPU memory, with the CUDA context, is free again for the sides.
     save_preset_apart(
@@ -121,18 +122,18 @@ def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> st
     return str(path)
 
 
-def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, peak: Peak, tell: Tell) -> None:
+def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak: Peak) -> None:
     """Build all sides one after the other, then step them in turn until each has finished its steps."""
     with ExitStack() as stack:
         sides: list[tuple[Result, SideProcess]] = []
         for result in results:
-            tell(f"{result.side.name}: building")
+            _tell(f"{result.side.name}: building")
             began = time.perf_counter()
-            process = SideProcess({**spec, "side": asdict(result.side)}, folder / f"side{len(sides)}.log")
+            process = SideProcess(setup.argv, result.side, model, folder, log=folder / f"side{len(sides)}.log")
             sides.append((result, stack.enter_context(closing(process))))
             with result.failing():
                 result.built(process.answer())
-            tell(f"{result.side.name}: {result.failure or f'built in {time.perf_counter() - began:.0f} s'}")
+            _tell(f"{result.side.name}: {result.failure or f'built in {time.perf_counter() - began:.0f} s'}")
             if result.failure:
                 process.close()
         rounds = 0
@@ -144,8 +145,8 @@ def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: 
             rounds += 1
             peak.measure()
             seconds = [f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure]
-            tell(f"step {rounds}: {', '.join(seconds)}")
+            _tell(f"step {rounds}: {', '.join(seconds)}")
         for result, process in sides:
             with result.failing():
                 if not result.failure:
-                    result.trace, result.end = process.ask(TRACE) or {}, process.ask(FINISH) or {}
+                    result.end = process.ask(FINISH) or {}

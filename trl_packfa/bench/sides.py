@@ -1,4 +1,4 @@
-"""Sides of a comparison: their names and their trainers."""
+"""Sides of a comparison: their names, their trainers, and the attention of TRL's own trainers."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import torch
 from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer, get_peft_config
 
 from ..attention import get_backend
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
+from ..patching.apply import find_state
+from ..runtime.autocast import HALF
 from ..trainers.common.dataset import read_lengths
+from ..trainers.common.flops import compute_dtype
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .upstream import IMPLEMENTATIONS, upstream_attention
+
+FLASH = "flash_attention_2"
+# transformers' names for `--attn_implementation`. Kernels of the Hub have the name of their repository.
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", FLASH, "flash_attention_3", "flash_attention_4")
 
 
 class Kind(NamedTuple):
-    """A kind of trainer to compare.
+    """A kind of trainer to compare."""
 
-    Attributes:
-        strategy (`Strategy`): strategy that makes the batches. If it `fills_rows`, its steps hold other examples than
-            the steps of other sides; an epoch holds as many.
-        ours (`bool`): `PackedSFTTrainer` runs it; `False`: TRL's own unmodified `SFTTrainer`.
-        options (`dict`): config arguments of this kind.
-        reorders (`bool`): it takes the examples in another order than the padded run.
-        contaminated (`bool`): documents see each other by design, so no permission is needed to measure it.
-        micro_batch (`Callable`, *optional*): makes of the trainer the function that runs in place of training a
-            micro-batch.
-    """
-
-    strategy: Strategy
-    ours: bool = True
-    options: dict[str, Any] = {}
-    reorders: bool = False
-    contaminated: bool = False
+    strategy: Strategy  # makes the batches
+    ours: bool = True  # `PackedSFTTrainer` runs it; `False`: TRL's own unmodified `SFTTrainer`
+    options: dict[str, Any] = {}  # config arguments of this kind
+    reorders: bool = False  # it takes the examples in another order than the padded run
+    contaminated: bool = False  # documents see each other by design, so no permission is needed to measure it
+    # Makes of the trainer the function that runs in place of training a micro-batch.
     micro_batch: Callable[[Any], Any] | None = None
 
     @property
@@ -48,7 +47,7 @@ class Kind(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """`True` if each step holds the same examples as in the padded run."""
+        """`True` if each step holds the same examples as in the padded run; rows that are filled hold others."""
         return not (self.reorders or self.strategy.fills_rows)
 
 
@@ -80,23 +79,14 @@ _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a kind of trainer with the options of the user.
+    """One side of a comparison: a kind of trainer with the options of the user."""
 
-    Args:
-        strategy (`str`): name of a kind of its trainer, see [`TRAINERS`].
-        row (`int`, *optional*): tokens of a row, instead of `max_length`.
-        rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
-        backend (`str`): our attention backend or, for TRL's trainers, transformers' attention; `"auto"`: the best.
-        allowed (`bool`): it may run even if documents see each other.
-        trainer (`str`): name in [`TRAINERS`].
-    """
-
-    strategy: str
-    row: int | None = None
-    rows: int | None = None
-    backend: str = "auto"
-    allowed: bool = False
-    trainer: str = "sft"
+    strategy: str  # a kind of its trainer
+    row: int | None = None  # tokens of a row, instead of `max_length`
+    rows: int | None = None  # rows of a micro-batch, instead of `per_device_train_batch_size`
+    backend: str = "auto"  # our attention backend or, for TRL's trainers, transformers' attention; "auto": the best
+    allowed: bool = False  # it may run even if documents see each other
+    trainer: str = "sft"  # name in `TRAINERS`
 
     @property
     def kind(self) -> Kind:
@@ -217,3 +207,49 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
             do=f"Write {side.strategy}@{longest} or more, or pass --max_length {row}.",
         )
     return {"max_length": row, **({"per_device_train_batch_size": side.rows} if side.rows else {})}
+
+
+class Attention(NamedTuple):
+    """Attention implementation of a trainer."""
+
+    name: str | None  # transformers' name; `None` for the model's default
+    remark: str = ""  # on a GPU, the reason why it is not FlashAttention; empty if it is, or if the user chose it
+
+
+def upstream_attention(model: str, args: PackedSFTConfig, *, named: str = "auto") -> Attention:
+    """Return the attention of TRL's own trainer on a model, by name or path.
+
+    It is the one that the side (`named`) or `attn_implementation` names. Else it is on a GPU FlashAttention wherever
+    the machine, the dtype and the model support it, because GPU users train with it.
+    """
+    chosen = init_kwargs(args).get("attn_implementation") if named == "auto" else named
+    if chosen or args.device.type != "cuda":
+        return Attention(chosen)
+    why = _why_not_flash(model, args)
+    return Attention(None, why) if why else Attention(FLASH)
+
+
+def _why_not_flash(model: str, args: PackedSFTConfig) -> str:
+    """Return the reason why FlashAttention is not available; an empty string if it is."""
+    dtype = compute_dtype(args)
+    if dtype not in HALF:
+        return f"FlashAttention takes half precision, this runs in {str(dtype).removeprefix('torch.')}"
+    # This check comes first: without flash-attn, transformers would download a kernel from the Hub instead.
+    if not is_flash_attn_2_available():
+        return "flash-attn is not installed"
+    trusted = {"trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(model, revision=args.model_revision, **trusted)
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=FLASH, dtype=dtype, **trusted)
+    except (ImportError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def attention_of(trainer: Any) -> str:
+    """Return the attention of a trainer that has run, for the table: our backends, else transformers' attention."""
+    state = find_state(trainer.model)
+    if state is not None and state.backends.resolved:
+        return ", ".join(sorted(set(state.backends.resolved.values())))
+    return trainer.model.config.get_text_config()._attn_implementation

@@ -22,12 +22,7 @@ _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing
 
 
 def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands.
-
-    Args:
-        train (`argparse.ArgumentParser`, *optional*):
-            Parser of the `train` command. Its flags are added; they take long to load.
-    """
+    """Return the parser of all commands, with the flags of the parser `train`, which take long to load."""
     parser = argparse.ArgumentParser(
         prog="trl-packfa", description="Exact sequence packing for TRL.", epilog=_EXIT_CODES
     )

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
-from typing import Any
 
 from ..versions import require_versions
 
@@ -27,18 +23,12 @@ def run(argv: list[str]) -> int:
     from ..terminal import print_table
     from ..terminal.progress import quiet
 
-    wanted = read_arguments(argv).bench
+    setup = read_arguments(argv)
+    wanted = setup.bench
     if wanted.plot:
         require_matplotlib("--plot")  # before anything is measured
-
-    def keep(report: dict[str, Any]) -> None:
-        if wanted.output:
-            Path(wanted.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
     with quiet():
-        # Written after each side too, so that a run that is cut off keeps the sides before.
-        report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True), seen=keep)
-        keep(report)
+        report = run_bench(setup)
     print(heading(report))
     print_table(speed_rows(report))
     print_table(training_rows(report))

@@ -31,50 +31,31 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print machine, package versions and attention backends, one row for each fact."""
-    facts = {**_machine(), **_versions(), **_backends(), **_tables()}
-    return print_rows([{"what": name, "version": value} for name, value in facts.items()], as_json=args.json)
-
-
-def _machine() -> dict[str, str]:
     import os
     import platform
 
     import torch
 
+    from ..adapters import table
+    from ..attention import BACKENDS
+    from ..patches.measured import measured_with
+    from ..versions import MINIMUM_VERSIONS, TESTED, installed_version
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
+    packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
+    ranges = [f"{package} {tested.oldest} to {tested.newest}" for package, tested in TESTED.items()]
+    request = usual_request()
+    facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
         "torch threads": str(torch.get_num_threads()),
         "gpu": ", ".join(gpus) or "none",
         "cuda": torch.version.cuda or "not in this torch",
-    }
-
-
-def _versions() -> dict[str, str]:
-    from ..versions import MINIMUM_VERSIONS, TESTED, installed_version
-
-    packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
-    found = {package: installed_version(package) or "not installed" for package in packages}
-    ranges = [f"{package} {tested.oldest} to {tested.newest}" for package, tested in TESTED.items()]
-    return {**found, "tested versions": ", ".join(ranges)}
-
-
-def _tables() -> dict[str, str]:
-    """Return the versions that the tables of model types and of adapters were measured with."""
-    from ..adapters import table
-    from ..patches.measured import measured_with
-
-    return {
+        **{package: installed_version(package) or "not installed" for package in packages},
+        "tested versions": ", ".join(ranges),
+        "attention backends": ", ".join(b.name for b in BACKENDS if not b.refusals(request)),
         "model types measured with": described(measured_with()),
         "adapters measured with": described(table.measured_with()),
     }
-
-
-def _backends() -> dict[str, str]:
-    """Return the backends that can serve a usual request here, best first."""
-    from ..attention import BACKENDS
-
-    request = usual_request()
-    return {"attention backends": ", ".join(b.name for b in BACKENDS if not b.refusals(request))}
+    return print_rows([{"what": name, "version": value} for name, value in facts.items()], as_json=args.json)

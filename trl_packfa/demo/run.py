@@ -38,16 +38,7 @@ _VOCAB_SIZE, _EOS, _PAD = 8192, "<|eos|>", "<|pad|>"
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of the demo that the command line can change.
-
-    Args:
-        model (`str`, *optional*): name or path of a base model instead of the built-in one.
-        dataset (`str`, *optional*): file or name of a dataset instead of the docstrings.
-        output_dir (`Path`): folder for the base model, the adapter and the reports.
-        base_steps (`int`), steps (`int`): optimizer steps of the base model and of the QLoRA fine-tune.
-        batch_size (`int`): examples per micro-batch.
-        max_length (`int`): maximum document length in tokens.
-    """
+    """Options of the demo that the command line can change; `cli/demo.py` says what they mean."""
 
     model: str | None = None
     dataset: str | None = None
@@ -58,13 +49,10 @@ class DemoOptions:
     max_length: int = 1024
 
 
+@quiet()
 def run_demo(options: DemoOptions) -> dict[str, float]:
     """Run the demo and return its figures: held-out losses, and true tokens per second packed and padded."""
-    with quiet():
-        return _story(options, Console())
-
-
-def _story(options: DemoOptions, console: Console) -> dict[str, float]:
+    console = Console()
     dataset = _dataset(options, console)
     base, tokenizer = _base(options, dataset, console)
     trainer = _qlora_trainer(base, tokenizer, dataset, options)

@@ -42,7 +42,18 @@ def recut(
     each list in the documents' own order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    return _recut(lengths, document_cost(lengths, quadratic) if cost is None else cost, budget, num_micro_batches)
+    cost = document_cost(lengths, quadratic) if cost is None else cost
+    assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
+    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
+    if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
+        # The parts are level in cost, but one is too full. Best fit is less level, but fits.
+        parts = [part.tolist() for part in _within_budget(lengths, budget)]
+        while len(parts) < num_micro_batches:
+            widest = max(range(len(parts)), key=lambda i: len(parts[i]))
+            documents = parts.pop(widest)
+            parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
+        parts = _level(parts, cost, lengths, budget)
+    return [sorted(part) for part in parts]
 
 
 def recut_over_ranks(
@@ -70,26 +81,12 @@ def recut_over_ranks(
     return _dealt([_spread(parts, lengths, cost, budget) for parts in rounds], cost)
 
 
-def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches: int) -> list[list[int]]:
-    assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
-    # A document longer than the budget is alone.
-    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
-    if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
-        # The parts are level in cost, but one is too full. Best fit is less level, but fits.
-        parts = [part.tolist() for part in _within_budget(lengths, budget)]
-        while len(parts) < num_micro_batches:
-            widest = max(range(len(parts)), key=lambda i: len(parts[i]))
-            documents = parts.pop(widest)
-            parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
-        parts = _level(parts, cost, lengths, budget)
-    return [sorted(part) for part in parts]
-
-
 def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
     """Return the parts that run at the same time, one for each rank, of similar cost; the costliest round first."""
     # If 2 ranks need at least 5 micro-batches, there are 3 rounds of 2. Cut into 6 parts, so that no rank is idle.
     rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
-    parts = _recut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
+    count = min(rounds * world_size, len(lengths))
+    parts = recut(lengths, budget=budget, num_micro_batches=count, cost=cost)
     parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
     return [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
 
@@ -100,7 +97,7 @@ def _spread(parts: list[list[int]], lengths: np.ndarray, cost: np.ndarray, budge
     wanted = min(len(parts), len(documents))
     if len(parts) == 1 or fewest_micro_batches(lengths[documents], budget) > wanted:
         return [sorted(part) for part in parts]
-    levelled = _recut(lengths[documents], cost[documents], budget, wanted)
+    levelled = recut(lengths[documents], budget=budget, num_micro_batches=wanted, cost=cost[documents])
     return [documents[part].tolist() for part in levelled] + [[]] * (len(parts) - wanted)
 
 

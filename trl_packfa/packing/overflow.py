@@ -38,26 +38,23 @@ class PackingReport:
 
     documents: int
     tokens: int
-    too_long: int
-    truncated: int
-    split: int
-    dropped_too_long: int
-    dropped_untrained: int
-    tokens_lost: int
-    packed_documents: int
-    packed_tokens: int
-    trained_tokens: int
+    too_long: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped_too_long: int = 0
+    dropped_untrained: int = 0
+    tokens_lost: int = 0
+    packed_documents: int = 0
+    packed_tokens: int = 0
+    trained_tokens: int = 0
     shared_tokens: int = 0
     image_tokens: int = 0
 
     @classmethod
     def of_seen(cls, documents: int, tokens: int, trained_tokens: int, image_tokens: int) -> PackingReport:
         """Make the report of documents that have trained whole."""
-        lost = dict.fromkeys(
-            ("too_long", "truncated", "split", "dropped_too_long", "dropped_untrained", "tokens_lost"), 0
-        )
-        seen = {"documents": documents, "tokens": tokens, "packed_documents": documents, "packed_tokens": tokens}
-        return cls(**seen, **lost, trained_tokens=trained_tokens, image_tokens=image_tokens)
+        packed = {"packed_documents": documents, "packed_tokens": tokens, "trained_tokens": trained_tokens}
+        return cls(documents, tokens, **packed, image_tokens=image_tokens)
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts as a dictionary, for JSON."""

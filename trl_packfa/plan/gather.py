@@ -29,19 +29,12 @@ _PROCESSED = 256
 
 @dataclass(frozen=True)
 class Source:
-    """Documents before anything is cut.
+    """Documents before anything is cut."""
 
-    Attributes:
-        name (`str`): name of the dataset or file.
-        tokens (`Tokens`): length of each document and its trained tokens.
-        remarks (`tuple[str, ...]`): facts about the data that the user should know.
-        on_images (`bool`): whether rows have images. Then the lengths of some rows stand for all.
-    """
-
-    name: str
+    name: str  # of the dataset or file
     tokens: Tokens
-    remarks: tuple[str, ...] = ()
-    on_images: bool = False
+    remarks: tuple[str, ...] = ()  # facts about the data that the user should know
+    on_images: bool = False  # whether rows have images; then the lengths of some rows stand for all
 
 
 def lengths_from_file(path: str) -> Source:
