@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import patches
-from ..patches.measured import fingerprint
+from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
 from ..runtime.override import override_in
@@ -106,7 +105,7 @@ def _forward(module: nn.Module) -> str:
 @cache
 def _own_code() -> str:
     # In a clone, `patches` is no subfolder of the package.
-    return code_digest(Path(__file__).parent.parent, Path(patches.__file__).parent)
+    return code_digest(Path(__file__).parent.parent, RESULTS.parent)
 
 
 def code_digest(*roots: Path) -> str:
