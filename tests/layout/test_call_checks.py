@@ -25,10 +25,20 @@ def positions(*values, dtype=torch.long):
     return torch.tensor([values], dtype=dtype)
 
 
+LONG = {"dtype": torch.int64}
 LEFT_TRUNCATED = positions(5, 6, 7, 8, 0, 1, 2, 3, 4, 5)
 CONTRADICTIONS = {
     "wrong total": ({"cu_seq_lens_q": offsets(0, 4, 11)}, "describe 11 tokens, the batch has 1 x 10"),
-    "wrong total in int64": ({"cu_seq_lens_q": offsets(0, 4, 9, dtype=torch.int64)}, "describe 9 tokens"),
+    "wrong total in int64": ({"cu_seq_lens_q": offsets(0, 4, 9, **LONG)}, "describe 9 tokens"),
+    "decreasing in int64": ({"cu_seq_lens_q": offsets(0, 6, 4, 10, **LONG)}, "must not decrease"),
+    "q unlike k in int64": (
+        {"cu_seq_lens_q": offsets(0, 4, 10, **LONG), "cu_seq_lens_k": offsets(0, 5, 10, **LONG)},
+        "differ",
+    ),
+    "positions restart elsewhere, int64": (
+        {"cu_seq_lens_q": offsets(0, 5, 10, **LONG), "position_ids": NATURAL},
+        "positions restart at token 4",
+    ),
     "layout of another batch": ({"packed_layout": PackedLayout.from_lengths([4, 5])}, "describe 9 tokens, the batch"),
     "decreasing": ({"cu_seq_lens_q": offsets(0, 6, 4, 10)}, "must not decrease"),
     "not from 0": ({"cu_seq_lens_q": offsets(1, 4, 10)}, "start at 0"),
