@@ -15,6 +15,7 @@ from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, first_line, i
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
+from ..runtime.override import set_inside
 from .compare import relative_difference
 from .documents import Documents
 from .following import Following, Trace
@@ -72,7 +73,7 @@ class PaddedProbe:
         for name in (None, *names):
             call = {"input_ids": ids} if name is None else {"input_ids": ids, name: torch.zeros_like(ids)}
             try:
-                with self.unpadding.setting(is_on=False):
+                with set_inside(self.unpadding, is_on=False):
                     batch = {key: value[None].to(self.device) for key, value in call.items()}
                     self.score(batch, (1, len(ids)), torch.tensor([0]))
             except Exception as error:  # the model's own code may raise anything
@@ -92,7 +93,7 @@ class PaddedProbe:
     def run_once(self) -> None:
         """Run the padded rows as without a patch."""
         rows = self.rows(left=False)
-        with self.unpadding.setting(is_on=False):
+        with set_inside(self.unpadding, is_on=False):
             self.score(self.batch(rows), rows.shape, torch.tensor([0]))
 
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
@@ -150,7 +151,7 @@ class PaddedProbe:
             index = torch.arange(rows.num_tokens) if gather is None else gather.index
             places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
         following = Following(places, shape, [(handed or {}).get(i) for i in range(len(places))])
-        with self.unpadding.setting(is_on=unpad, sharing=self.unpadding.sharing if shared else None):
+        with set_inside(self.unpadding, is_on=unpad, sharing=self.unpadding.sharing if shared else None):
             return self._run(call, rows.shape, padded, following, sign)
 
     def alone(self, sign: float | None, handed: Mapping[int, Trace]) -> Run:

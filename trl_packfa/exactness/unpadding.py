@@ -28,6 +28,7 @@ from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.memory import return_freed_memory
+from ..runtime.override import set_inside
 from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
@@ -74,7 +75,8 @@ def check_unpadding(
     started = time.perf_counter()
     known = known_tokens(documents, None, known_ids(inner_model(model)))
     with (
-        state.unpadding.setting(**vars(state.unpadding)),  # its counters are for the user: these calls must not count
+        # Its counters tell the user what training saved, so the check's own calls must not count.
+        set_inside(state.unpadding, **vars(state.unpadding)),
         gradients_taken(model) as parts,
         torch.enable_grad(),
         quiet(model, training=True),
@@ -172,7 +174,7 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> Sharin
     # The control: one document of prefix, first and last branch, in which the last branch sees the first.
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
-    with torch.no_grad(), state.unpadding.setting(sharing=None):
+    with torch.no_grad(), set_inside(state.unpadding, sharing=None):
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
     return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

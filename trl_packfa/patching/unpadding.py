@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -247,16 +246,6 @@ class Unpadding:
         outputs = rows.put_back_outputs(outputs)
         self.note(forward, call, rows, outputs)
         return outputs
-
-    @contextmanager
-    def setting(self, **values: Any) -> Iterator[None]:
-        """Give attributes these values inside a `with` block, and their own values afterwards."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
 
 
 def _modalities(call: dict[str, Any]) -> list[str]:

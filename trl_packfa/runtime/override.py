@@ -81,6 +81,19 @@ def forwards_set(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> It
                 module.forward = own
 
 
+@contextmanager
+def set_inside(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside a `with` block, and set their own values again afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
     """Return the override in a module's slot, `None` if the slot holds none of ours."""
     forward = vars(module).get(slot)

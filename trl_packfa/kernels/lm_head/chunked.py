@@ -57,9 +57,8 @@ class ScoringHead(Head):
     need router logits.
     """
 
-    _scores: Callable[
-        ..., Any
-    ]  # hidden states `(P, D)`, weight, bias and labels `(P,)` to a score `(P,)` for each name
+    # Maps hidden states `(P, D)`, weight, bias and labels `(P,)` to a score `(P,)` for each of `names`.
+    _scores: Callable[..., Any]
     backbone = "base_model"  # the attribute of the causal LM that holds it
     names: tuple[str, ...] = ("log_probs", "entropy", "is_top1")
 

@@ -24,6 +24,7 @@ from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError
 from ...exactness import ExactnessReport
 from ...packing import PackingReport
 from ...patching import inspect
+from ...runtime.override import set_inside
 from ...versions import MINIMUM_VERSIONS, installed_version
 from .checkpoint_files import (
     PACKING_REPORT,
@@ -270,19 +271,6 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
     finally:
         (Path(folder) / LOCK).unlink(missing_ok=True)  # before the release, so that no other process holds it yet
         lock.release()
-
-
-@contextmanager
-def set_inside(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes that TRL's or transformers' code reads, inside a `with` block."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 _HEADING = "## Packing\n"

@@ -21,7 +21,8 @@ from accelerate.utils import gather_object
 
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
-from ..common.packed_run import PackedRun, set_inside
+from ...runtime.override import set_inside
+from ..common.packed_run import PackedRun
 from ..common.step_cutting import Slot, run_slot
 from .cutting import PairSlot, Part, Rows
 

@@ -18,7 +18,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from ...patching.apply import compile_layers
 from ...patching.inspect import model_config
 from ...runtime.compile import allow_graphs_of_layers
-from ..common.packed_run import set_inside
+from ...runtime.override import set_inside
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
