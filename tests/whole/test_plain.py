@@ -125,16 +125,24 @@ def test_padding_free_with_a_length_that_trl_does_not_enforce_is_refused_as_by_t
 @pytest.mark.parametrize("error", [UnsupportedModel, ContaminationError])
 @pytest.mark.parametrize("adapter", [None, lora_config], ids=["full", "lora"])
 def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkeypatch, caplog, adapter, error):
+    pack = PackedSFTTrainer._pack
+
     def refuse(model, **_):
         raise error("this model is refused.", why=["once it is built"])
 
+    def marked(trainer, collator):
+        trainer.of_the_refused_construction = True
+        pack(trainer, collator)
+
     monkeypatch.setattr(trl_packfa.trainers.sft.trainer, "patch", refuse)
+    monkeypatch.setattr(PackedSFTTrainer, "_pack", marked)
     options = {} if adapter is None else {"peft_config": adapter()}
     results = [trained(cls, tmp_path, dict, **options)[0] for cls in (SFTTrainer, PackedSFTTrainer)]
     assert "this model is refused (once it is built). Training as SFTTrainer would" in caplog.text
     theirs, ours = ({n: p for n, p in trainer.model.named_parameters() if p.requires_grad} for trainer in results)
     assert theirs.keys() == ours.keys() and all(torch.equal(p, ours[name]) for name, p in theirs.items())
     assert losses(results[0]) == losses(results[1])
+    assert not hasattr(results[1], "of_the_refused_construction")
     with pytest.raises(error):
         trained(PackedSFTTrainer, tmp_path, dict, config=PackedSFTConfig)
 

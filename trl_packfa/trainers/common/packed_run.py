@@ -89,11 +89,9 @@ class PackedRun(Base):
         """Build the packed trainer; if that is refused and the user did not ask for packing, build the padded one.
 
         `pack` and `pad` run TRL's `__init__`; `pad` gets the model as the caller gave it. `refusal` is an error from
-        before construction.
-
-        After a refusal TRL's `__init__` runs again: some models are found out only once they are built with the
-        default adapter, which the padded trainer does not have. On it depend the reference model that TRL builds, the
-        hooks that it puts on embeddings, and how DDP wraps the model, so the built trainer cannot go on as it is.
+        before construction. Some models are refused only once they are built with the default adapter. Then TRL builds
+        the padded trainer from an empty object and the unchanged model: without this adapter it makes another
+        reference model and puts other hooks on the embeddings.
         """
         trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
         if refusal is None:
@@ -103,12 +101,15 @@ class PackedRun(Base):
                 if is_asked:
                     raise
                 refusal = late
-                self._undo()
+                for held in vars(self).values():
+                    if isinstance(held, nn.Module):
+                        unpatch(held)
                 built = vars(self).get("model")
                 if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
                     built.unload()
                 for parameter, trains in trained:
                     parameter.requires_grad_(trains)
+                vars(self).clear()
         why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
         padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
         logger.warning(
@@ -116,11 +117,6 @@ class PackedRun(Base):
             refusal.what.removesuffix("."), why, padded,
         )  # fmt: skip
         pad(model)
-
-    def _undo(self) -> None:
-        """Remove the patches of a construction that was refused late."""
-        if (model := vars(self).get("model")) is not None:
-            unpatch(model)
 
     # Data ------------------------------------------------------------------------------------------------------------
 

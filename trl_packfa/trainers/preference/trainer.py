@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from ...api import unpatch
 from ...errors import InvalidConfig, PackingError
 from ...packing import MINIBATCH, STEP, Strategy
 from ...versions import installed_version
@@ -37,7 +36,7 @@ from ..common.validation import (
     require_columns,
     runs_by_document,
 )
-from ..padding_free.padding_free import STATE, attached_run, run_without_pads
+from ..padding_free.padding_free import attached_run, run_without_pads
 from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
@@ -57,11 +56,11 @@ class PackedPreference(RecutSteps):
     _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
+    cut_reason = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         refuse_untrainable(given["model"], given.get("peft_config"))
-        self.packing_reports, self.cut_reason = {}, ""
         settled, refusal = self._settle(given)
         self._pack_or_pad(
             given["model"],
@@ -94,6 +93,7 @@ class PackedPreference(RecutSteps):
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
+        self.packing_reports = {}
         given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
         given["args"] = settled
         with telling_of_targets(given["model"], settled):
@@ -110,18 +110,10 @@ class PackedPreference(RecutSteps):
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
         config: Any = self._config
-        self._packs = False
+        self._packs, self.packing_reports = False, {}
         if given.get("args") is None:
             given["args"] = config(output_dir(given["model"], self._name()), use_peft=False)
         super().__init__(**given)
-
-    def _undo(self) -> None:
-        """Remove the patches and state of a construction that was refused later."""
-        run = attached_run(self)
-        for model in run.models.values() if run is not None else ():
-            unpatch(model)
-        vars(self).pop(STATE, None)
-        self._cutter, self.cut_reason, self.packing_reports = None, "", {}
 
     def _name(self) -> str:
         return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")

@@ -148,7 +148,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
-        self._cutter = None  # of an attempt that was refused late
         self._terms: PaddedTerms | None = None
         with telling_of_targets(model, args):
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
