@@ -180,9 +180,8 @@ def test_a_page_holds_the_generated_table_of_models():
     assert on_page("models", page) == model_table(results())
     exact = [result for result in results().values() if result["verdict"] == "exact"]
     assert f"Of the {len(results())} causal-LM types" in page and f"exact on {len(exact)}:" in page
-    assert (
-        f"Of the {len(results())} causal-LM types" in README and f"exact on {len(exact)}, unpatched on 115" in README
-    )
+    assert f"Of the {len(results())} causal-LM types" in README
+    assert f"exact on {len(exact)}. Without our patch it is exact on 115." in " ".join(README.split())
     assert len(exact) >= 188 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
 
 
