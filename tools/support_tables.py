@@ -27,9 +27,13 @@ def model_table(types: Results) -> str:
         names = [name for name, of in types.items() if of.get("level") == level and of["verdict"] == "exact"]
         lines.append(f"| {level} | {len(names)} | {what} | {_names(names)} |")
     refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
-    lines += ["", f"Refused, with the reason ({len(refused)}):", ""]
-    lines += [f"- {_names(names)}: {why}." for why, names in _grouped(refused).items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_refused(f"refused ({len(refused)})", refused)])
+
+
+def _refused(title: str, reasons: Mapping[str, str]) -> list[str]:
+    """Return the table of refused types, one row a reason."""
+    rows = [f"| {_names(names)} | {why} |" for why, names in _grouped(reasons).items()]
+    return [f"| {title} | why |", "|---|---|", *rows]
 
 
 def _grouped(answers: Mapping[str, Answer]) -> dict[Answer, list[str]]:
@@ -72,8 +76,7 @@ def composite_table(types: Results) -> str:
         if result["verdict"] not in ("exact", "not built")
     }
     unknown = [name for name, result in types.items() if result["verdict"] == "not built"]
-    lines += ["", f"Refused with images, with the reason ({len(refused)}):", ""]
-    lines += [f"- {_names(names)}: {why}." for why, names in _grouped(refused).items()]
+    lines += ["", *_refused(f"refused with images ({len(refused)})", refused)]
     return "\n".join([*lines, "", _not_built(unknown)])
 
 
@@ -109,10 +112,10 @@ def encoder_table(types: Mapping[str, Results]) -> str:
         f"{_in_half(exact, ''):.1f} times as far from float64 as those with pads, gradients "
         f"{_in_half(exact, ' gradients'):.1f} times.",
         "",
-        "Not served, with the reason:",
-        "",
+        "| not served | why |",
+        "|---|---|",
     ]
-    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    lines += [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()]
     unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
     return "\n".join([*lines, "", _not_built(unknown)])
 

@@ -197,7 +197,7 @@ def test_a_page_holds_the_generated_table_of_types_with_images():
 
 def test_a_page_holds_the_generated_table_of_encoders():
     types = encoders()["types"]
-    page = (ROOT / "docs" / "encoders.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     assert on_page("encoders", page) == encoder_table(types) and set(types) == set(encoder_types())
     exact = [name for name, heads in types.items() for head in heads.values() if head["verdict"] == "exact"]
     counts = f"{len(exact)}\n  heads of {len(set(exact))} types were measured exact"
