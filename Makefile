@@ -11,7 +11,7 @@ export PIP_COMPILE := 0
 .PHONY: help demo test test-all test-exhaustive test-versions links lint docs gpu-kit
 
 help:
-	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
+	@echo "make demo       a packed, checked QLoRA fine-tune on a CPU, in two to three minutes"
 	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
 	@echo "make test-exhaustive  one more of each kind: every type of the tables, every fault in every dtype; hours"
 	@echo "make test-versions  a battery under the oldest and the newest supported packages, in fresh environments"

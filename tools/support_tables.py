@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trl_packfa.adapters import table
 from trl_packfa.adapters.table import EXACT
@@ -17,6 +17,7 @@ from trl_packfa.cli.models import HEADS, number
 from trl_packfa.patches.measured import composites, encoders, results
 
 Results = Mapping[str, Mapping[str, Any]]
+Answer = TypeVar("Answer", str, tuple[str, str])
 
 
 def model_table(types: Results) -> str:
@@ -26,9 +27,21 @@ def model_table(types: Results) -> str:
         names = [name for name, of in types.items() if of.get("level") == level and of["verdict"] == "exact"]
         lines.append(f"| {level} | {len(names)} | {what} | {_names(names)} |")
     refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
-    lines += ["", f"Refused, with the reason ({len(refused)}):", ""]
-    lines += [f"- `{name}`: {why}." for name, why in refused.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_refused(f"refused ({len(refused)})", refused)])
+
+
+def _refused(title: str, reasons: Mapping[str, str]) -> list[str]:
+    """Return the table of refused types, one row a reason."""
+    rows = [f"| {_names(names)} | {why} |" for why, names in _grouped(reasons).items()]
+    return [f"| {title} | why |", "|---|---|", *rows]
+
+
+def _grouped(answers: Mapping[str, Answer]) -> dict[Answer, list[str]]:
+    """Return the names that have the same answer, by answer."""
+    groups: dict[Answer, list[str]] = {}
+    for name, answer in answers.items():
+        groups.setdefault(answer, []).append(name)
+    return groups
 
 
 _LEVELS = {
@@ -56,13 +69,14 @@ def composite_table(types: Results) -> str:
     }
     lines = ["| result | types | which |", "|---|---|---|"]
     lines += [f"| {what} | {len(names)} | {_names(names)} |" for what, names in groups.items() if names]
-    reasons: dict[str, list[str]] = {}
-    for name, result in types.items():
-        if result["verdict"] not in ("exact", "not built"):
-            reasons.setdefault(result["why"].rstrip("."), []).append(name)
+    # The error of a type's own code stands after a colon, and differs between types.
+    refused = {
+        name: result["why"].split(":")[0].rstrip(".")
+        for name, result in types.items()
+        if result["verdict"] not in ("exact", "not built")
+    }
     unknown = [name for name, result in types.items() if result["verdict"] == "not built"]
-    lines += ["", f"Refused with images, with the reason ({len(types) - len(exact) - len(unknown)}):", ""]
-    lines += [f"- {_names(names)}: {why}." for why, names in reasons.items()]
+    lines += ["", *_refused(f"refused with images ({len(refused)})", refused)]
     return "\n".join([*lines, "", _not_built(unknown)])
 
 
@@ -98,10 +112,10 @@ def encoder_table(types: Mapping[str, Results]) -> str:
         f"{_in_half(exact, ''):.1f} times as far from float64 as those with pads, gradients "
         f"{_in_half(exact, ' gradients'):.1f} times.",
         "",
-        "Not served, with the reason:",
-        "",
+        "| not served | why |",
+        "|---|---|",
     ]
-    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    lines += [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()]
     unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
     return "\n".join([*lines, "", _not_built(unknown)])
 
@@ -149,13 +163,11 @@ def adapter_table(kinds: Results) -> str:
         "",
         f"Refused ({len(kinds) - len(exact)}):",
         "",
-        "| kind | logits off by | gradients off by | why | what to do |",
-        "|---|---|---|---|---|",
+        "| kind | why | what to do |",
+        "|---|---|---|",
     ]
-    for kind, row in kinds.items():
-        if row["verdict"] != EXACT:
-            off = " | ".join(number(row.get(name)) for name in ("logits", "gradients"))
-            lines.append(f"| `{kind}` | {off} | {row['why']} | {row['do']} |")
+    refused = {kind: (row["why"], row["do"]) for kind, row in kinds.items() if row["verdict"] != EXACT}
+    lines += [f"| {_names(names)} | {why} | {what} |" for (why, what), names in _grouped(refused).items()]
     return "\n".join(lines)
 
 

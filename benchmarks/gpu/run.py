@@ -1,4 +1,4 @@
-"""Measure the tables of `docs/hardware.md` on a machine with a GPU, in stages of ten minutes at most.
+"""Measure the wanted figures of `benchmarks/gpu/README.md` on a machine with a GPU, in stages of ten minutes at most.
 
     python benchmarks/gpu/run.py STAGE [--out FOLDER] [--limit SECONDS] [--small]
     python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...

@@ -1,4 +1,4 @@
-"""Figures that one H100 or H200 should reach, with the measured ones: the table of `docs/hardware.md`.
+"""Figures that one H100 or H200 should reach, with the measured ones: the table of `benchmarks/gpu/README.md`.
 
     python benchmarks/gpu/wanted.py [--results FOLDER]
 

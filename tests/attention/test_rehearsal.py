@@ -1,5 +1,5 @@
 """What a GPU would compile, compiled for it without one: every kind of attention that `flex` serves, and a backbone
-with FlashAttention inside. Skipped where torch has no CUDA build; `docs/hardware.md` has the command."""
+with FlashAttention inside. Skipped where torch has no CUDA build; `benchmarks/gpu/README.md` has the command."""
 
 from functools import partial
 

@@ -179,7 +179,7 @@ def test_every_figure_is_read_from_what_the_benchmark_writes():
 
 
 def test_the_page_holds_the_table():
-    page = (ROOT / "docs" / "hardware.md").read_text()
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
     block = page.split("<!-- generated: benchmarks/gpu/wanted.py -->\n")[1].split("\n<!-- end -->")[0]
     assert block == wanted.markdown()
 

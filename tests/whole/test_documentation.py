@@ -189,3 +189,11 @@ def test_every_page_is_on_the_site_and_says_what_it_gives():
     assert sorted(listed) == sorted([*pages, "index.md"])  # README, which tools/docs_hook.py puts there
     for name in pages:
         assert pages[name][2].startswith("What you get from this page: "), name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_page_is_read_in_five_minutes(page):
+    """Generated tables are looked up, not read."""
+    text = re.sub(r"<!-- generated.*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+    prose = [line for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines() if line[:1] != "|"]
+    assert len(text.split()) <= 1350 and len(" ".join(prose).split()) <= 900

@@ -1,7 +1,7 @@
 """Ranks killed in the forward, in the optimizer step, while a checkpoint is written, before it is marked as whole,
 while a plan is made; ranks that stop answering. The rest ends in time, and the run resumes to the same bits.
 
-Four points by default; `KILL_POINTS=50` runs as many as README tells of.
+Four points by default; `KILL_POINTS=50` runs as many as `benchmarks/README.md` tells of.
 """
 
 import json
