@@ -245,16 +245,16 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
     _require_weights(model)
     if state.unpadding is not None:
         _require_unpadded(model, state)
-        if state.padded_only:  # the check of packed rows compares logits of an LM head
+        if state.parts.padded_only:  # the check of packed rows compares logits of an LM head
             return
     report, refusal = None, ""
     try:
         report = check(model)
     except Exception as error:  # the code of a model with images may need more than a text, and raise anything
-        if not state.takes_images or is_out_of_memory(error):
+        if not state.parts.takes_images or is_out_of_memory(error):
             raise
         refusal = first_line(error)
-    if state.takes_images and (report is None or not report.is_exact):
+    if state.parts.takes_images and (report is None or not report.is_exact):
         # Padded batches are what such a model is patched for, and they are exact.
         state.packed_refusal = refusal or str(report)
         logger.info("trl-packfa: packed rows of text are not exact: %s", state.packed_refusal)

@@ -77,7 +77,7 @@ def test_it_trains_as_padded(case, kind, tmp_path):
     assert not beyond(expected, logs)
     # Prompts of GRPO and images of many tokens leave few pads.
     least = 0.0 if kind == "grpo" else 0.05
-    assert max(entry["padding_saved"] for entry in logs) > least and find_state(trainer.model).takes_images
+    assert max(entry["padding_saved"] for entry in logs) > least and find_state(trainer.model).parts.takes_images
     attached = trainer.trl_packfa_padding_free
     assert attached.first_calls.keys() == attached.models.keys()
 

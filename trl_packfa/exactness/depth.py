@@ -81,7 +81,8 @@ def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[s
 
 def _kinds(layers: dict[str, nn.Module], state: PatchState) -> dict[str, str]:
     """Describe the kind of each layer as text: classes, forwards, hooks, settings, parameters and windows."""
-    windows = {id(module): window for module, window in zip(state.attention.values(), state.windows, strict=False)}
+    parts = state.parts
+    windows = {id(module): window for module, window in zip(parts.attention.values(), parts.windows, strict=False)}
     facts = {name: dict(_facts(layer, windows)) for name, layer in layers.items()}
     order = list(enumerate(facts.values()))
     # A number that equals the layer's index is not a setting.

@@ -123,7 +123,7 @@ class BackboneOverride(_PackedForward):
         if self.unpadding is None:
             return None
         # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
-        read = {name: value for name, value in call.items() if name in self.names or not self.state.takes_images}
+        read = {name: value for name, value in call.items() if name in self.names or not self.state.parts.takes_images}
         rows = self.unpadding.rows_of(call, read, self.module)
         if rows is not None:
             self.require_packable(call, rows.layout(torch.device("cpu")))
@@ -179,7 +179,7 @@ class BackboneOverride(_PackedForward):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if self.state.patch.rebatch or self.state.patch.functions or self.state.mixers:
+        if self.state.patch.rebatch or self.state.patch.functions or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",

@@ -27,17 +27,16 @@ class ModelParts(NamedTuple):
     """Modules of a model that a patch works on.
 
     Attributes:
-        inner (`PreTrainedModel`): the outermost transformers model.
         backbone (`nn.Module`): the module that runs the decoder stack.
         attention (`dict[str, nn.Module]`): the attention modules by name.
         windows (`tuple[int | None, ...]`): the sliding window of each attention module.
         mixers (`dict[str, nn.Module]`): other modules that mix tokens, or read their positions, by name.
         stack (`nn.Module`): the module whose padded calls run without pads: the backbone, or an encoder's layers.
-        takes_images (`bool`): whether the backbone is the text decoder of a model with images or sounds.
+        takes_images (`bool`): whether the backbone is the text decoder of a model with images or sounds, which padded
+            batches may bring.
         padded_only (`bool`): whether the model gets no packed rows: an encoder, a classifier, or no LM head.
     """
 
-    inner: PreTrainedModel
     backbone: nn.Module
     attention: dict[str, nn.Module]
     windows: tuple[int | None, ...]
@@ -57,7 +56,6 @@ def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
     takes_images = backbone is text_decoder(model)
     attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
     return ModelParts(
-        inner,
         backbone,
         attention,
         windows_of(patch, backbone, attention),

@@ -23,7 +23,7 @@ from ..layout.call_checks import host_positions
 from ..patches.base import Patch
 from ..patches.registry import find_patch_for_type
 from .apply import PatchOptions, PatchState
-from .inspect import find_attention, find_backbone, inner_model, model_type, uses_interface, windows_of
+from .inspect import find_parts, inner_model, model_type, uses_interface
 from .rotary import LENGTH_DEPENDENT
 
 NAME = "packfa"
@@ -161,17 +161,15 @@ def named_state(model: nn.Module) -> PatchState:
     name = model_type(model)
     patch = find_patch_for_type(name)
     asked = Patch(model_types=(name,), window=patch and patch.window)
-    backbone = find_backbone(model, asked)
     try:
-        attention = find_attention(backbone, asked)
-        windows = windows_of(asked, backbone, attention)
+        parts = find_parts(model, asked)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
             why=[error.what],
             do=_PATCH_IT,
         ) from error
-    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
+    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, parts)
 
 
 # The attention backends of all models that run by name.
