@@ -136,7 +136,7 @@ def test_rows_are_not_filled_with_images(tmp_path):
 
 
 def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.api.text_decoder", lambda model: None)
+    monkeypatch.setattr("trl_packfa.patching.inspect.text_decoder", lambda model: None)
     with pytest.raises(UnsupportedModel, match=r"cannot run without its pads(?s:.*)runs only text without its pads"):
         packed(tmp_path)
     trainer = packed(tmp_path, trl.SFTConfig)
