@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -53,36 +54,34 @@ def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) 
     Blocks hold true tokens only. With `by_index=False` the rule takes single indices only, as one that the model has
     added may. Raise [`PackingError`] if some blocks of a row see each other, and others do not.
     """
-    host = padding.detach().ne(0).cpu()
-    ahead = _sees_next(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
+    rule, host = rule if by_index else partial(_over_each, rule), padding.detach().ne(0).cpu()
+    ahead = _sees_next(rule, (host.shape[0], host.shape[1]), padding.device).cpu()
     ahead = ahead & host[:, :-1] & host[:, 1:]
     rows = tuple(_runs(row) for row in ahead.tolist())
-    return RowBlocks(rows, _are_joined(rule, rows, padding.device, by_index=by_index))
+    return RowBlocks(rows, _are_joined(rule, rows, padding.device))
 
 
-def _sees_next(
-    rule: Rule, shape: tuple[int, int], device: Any, *, back: bool = False, by_index: bool = True
-) -> torch.Tensor:
+def _over_each(rule: Rule, *indices: torch.Tensor) -> torch.Tensor:
+    """Apply a rule that takes single indices, by which it may index tensors, to tensors of indices of one shape."""
+    for _ in indices[0].shape:
+        rule = torch.vmap(rule)
+    with TransformGetItemToIndex():
+        return rule(*indices)
+
+
+def _sees_next(rule: Rule, shape: tuple[int, int], device: Any, *, back: bool = False) -> torch.Tensor:
     """Return for each token and the one after it whether the first sees the second, or `back`; bool, `(B, L - 1)`."""
     rows = torch.arange(shape[0], device=device)[:, None]
     second = torch.arange(1, shape[1], device=device)[None]
     first = second - 1
     queries, keys = (second, first) if back else (first, second)
-    return _sees(rule, rows, queries, keys, by_index=by_index)
+    return _sees(rule, rows, queries, keys)
 
 
-def _sees(
-    rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, by_index: bool = True
-) -> torch.Tensor:
+def _sees(rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return for each query whether it sees its key, bool, in the common shape of these indices."""
     rows, queries, keys = torch.broadcast_tensors(rows, queries, keys)
-    if by_index:
-        return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
-    # Once over each axis: `vmap` gives the rule single indices, by which it may index tensors.
-    for _ in rows.shape:
-        rule = torch.vmap(rule)
-    with TransformGetItemToIndex():
-        return rule(rows, torch.zeros_like(rows), queries, keys)
+    return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
@@ -91,7 +90,7 @@ def _runs(ahead: list[bool]) -> tuple[Block, ...]:
     return tuple((run[0], run[-1] + 2) for run in runs)
 
 
-def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any, *, by_index: bool) -> bool:
+def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> bool:
     """Tell whether the blocks of a row see each other across the tokens between them."""
     pairs = []
     for row, blocks in enumerate(rows):
@@ -102,7 +101,7 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any, *, by_
     if not pairs:
         return False
     # All pairs at once, as a GPU waits for each answer.
-    seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1), by_index=by_index).tolist()
+    seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1)).tolist()
     if any(seen) and not all(seen):
         examples = (pairs[seen.index(answer)] for answer in (True, False))
         joined, apart = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
