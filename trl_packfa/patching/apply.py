@@ -81,7 +81,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if options.unpad:
         sharing = _sharing(state) if options.share_prefixes else None
         by_row = ARGUMENTS if parts.takes_images and cross_attention_of(parts.backbone) else frozenset()
-        state.unpadding = Unpadding(sharing, generates=not parts.padded_only, runs_by_row=by_row)
+        state.unpadding = Unpadding(parts.stack, sharing, generates=not parts.padded_only, runs_by_row=by_row)
     for module in (parts.backbone, *parts.mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
@@ -194,11 +194,7 @@ def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
 
 
 def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
-    """Return the overrides of the modules that find the boundaries.
-
-    These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it. In
-    an encoder they are its own and that of its stack, or one that runs it in groups of rows.
-    """
+    """Return the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
     patch, unpadding, parts = state.patch, state.unpadding, state.parts
     backbone = parts.backbone
     if patch.by_length:

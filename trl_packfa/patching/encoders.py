@@ -98,7 +98,7 @@ class StackOverride(_EncoderOverride):
         self, call: dict[str, Any], name: str, masks: HandedMasks
     ) -> tuple[PaddedRows | None, dict[str, Any], PackedCall]:
         states, logits = call[self.names[0]], current_call().router_logits
-        rows = self.unpadding.rows_of({"inputs_embeds": states, "attention_mask": masks.padding}, {}, self.module)
+        rows = self.unpadding.rows_of({"inputs_embeds": states, "attention_mask": masks.padding}, {})
         if rows is None:
             return None, {**call, name: masks.make()}, PackedCall(router_logits=logits)
         layout: PackedLayout = rows.layout(states.device)
@@ -134,7 +134,7 @@ class LengthGroupsOverride(_EncoderOverride):
         """Return the rows of a call that runs in groups; `None` if it runs as it is."""
         if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
             return None  # its length is another one, or equal by chance
-        rows = self.unpadding.rows_of(call, call, self.module)
+        rows = self.unpadding.rows_of(call, call)
         # Without the pads before it, a token would have another position.
         return None if rows is None or any(rows.starts) else rows
 

@@ -102,7 +102,7 @@ class BackboneOverride(_PackedForward):
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
-            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
+            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout)
             return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
@@ -126,7 +126,7 @@ class BackboneOverride(_PackedForward):
             return None
         # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
         read = {name: value for name, value in call.items() if name in self.names or not self.state.parts.takes_images}
-        rows = self.unpadding.rows_of(call, read, self.module)
+        rows = self.unpadding.rows_of(call, read)
         if rows is not None:
             self.require_packable(call, rows.layout(torch.device("cpu")))
         return rows
@@ -241,8 +241,9 @@ def _types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | N
     # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
     # packed row may be longer: only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)
-    is_longer = isinstance(own, torch.Tensor) and layout.local_shape[1] > own.shape[-1]
-    return own.new_zeros(layout.local_shape) if is_longer else None
+    if not isinstance(own, torch.Tensor) or layout.local_shape[1] <= own.shape[-1]:
+        return None
+    return own.new_zeros(layout.local_shape)
 
 
 def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
