@@ -1,9 +1,8 @@
 """Architectures that are packed by transformers' attention interface and need no other patch.
 
 Tokens mix only in an attention function. It gets query, key, value, scale, window, softcap and sinks, and the patch
-adds the document boundaries. Each listed type passes the exactness check as a small random model with small windows,
-and `tests/whole/test_architectures.py` tests it. Without the patch, some types attend across documents without an
-error: afmoe, biogpt, gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
+adds the document boundaries. Without the patch, some types attend across documents without an error: afmoe, biogpt,
+gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
 """
 
 from trl_packfa.patches.base import Patch

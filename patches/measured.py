@@ -23,35 +23,34 @@ ENCODERS = Path(__file__).with_name("encoders.json")
 
 
 @cache
-def _committed() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+def read_committed(path: Path) -> dict[str, Any]:
+    """Return the content of a committed file of results."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def results() -> dict[str, dict[str, Any]]:
     """Return the committed results by model type, for the newest measured transformers."""
-    return _committed()["types"]
+    return read_committed(RESULTS)["types"]
 
 
-@cache
 def composites() -> dict[str, Any]:
     """Return the committed results of the types with images or sounds: `versions`, and `types` by model type."""
-    return json.loads(COMPOSITES.read_text(encoding="utf-8"))
+    return read_committed(COMPOSITES)
 
 
-@cache
 def encoders() -> dict[str, Any]:
     """Return the committed results of encoders: `versions`, and `types` by model type and head."""
-    return json.loads(ENCODERS.read_text(encoding="utf-8"))
+    return read_committed(ENCODERS)
 
 
 def measured_transformers() -> tuple[str, ...]:
     """Return the versions of transformers with which every type was measured, the oldest first."""
-    return tuple(_committed()["transformers"])
+    return tuple(read_committed(RESULTS)["transformers"])
 
 
 def measured_with() -> dict[str, str]:
     """Return the package versions of the committed results, by package name."""
-    return {**_committed()["versions"], "transformers": ", ".join(measured_transformers())}
+    return {**read_committed(RESULTS)["versions"], "transformers": ", ".join(measured_transformers())}
 
 
 @cache

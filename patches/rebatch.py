@@ -3,7 +3,6 @@
 They mix tokens in several modules: byte patches, compressed keys, temperatures that depend on the position in the row,
 relative positions that are computed once for all layers. The backbone runs in right-padded batches of documents of
 similar length. This is exact for every causal model, needs no kernel and works on any device; its cost is the padding.
-Each listed type passes the exactness check as a small random model, and `tests/whole/test_architectures.py` tests it.
 """
 
 from trl_packfa.patches.base import Patch

@@ -54,7 +54,7 @@ def measure_type(name: str) -> dict[str, Any]:
             return {**found, "verdict": "raises", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         state = find_state(model)
         assert state is not None
-        if not state.takes_images:
+        if not state.parts.takes_images:
             return {**found, "verdict": "text only", "why": "its decoder alone is not exact without pads"}
         found |= {"level": state.patch.level, "blocks": state.unpadding_report.blocks}
         try:

@@ -69,7 +69,7 @@ _REFUSED = {
 def _summary(model: Any, report: ExactnessReport) -> dict[str, Any]:
     state = find_state(model)
     assert state is not None
-    by_document = sorted({type(module).__name__ for module in state.mixers.values()})
+    by_document = sorted({type(module).__name__ for module in state.parts.mixers.values()})
     return {
         "verdict": report.verdict if _keys_agree(model) else "depends on the keys",
         "level": report.level,

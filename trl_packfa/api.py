@@ -22,24 +22,8 @@ from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import (
-    PatchOptions,
-    PatchState,
-    all_or_none,
-    apply_patch,
-    find_state,
-    is_patched_with,
-    undo_patch,
-)
-from .patching.inspect import (
-    attends_both_ways,
-    get_decoder_patch,
-    get_patch,
-    inner_model,
-    model_type,
-    runnable,
-    text_decoder,
-)
+from .patching import inspect
+from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, is_patched_with, undo_patch
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
@@ -79,17 +63,16 @@ def patch(
             liger-kernel if it is installed, on a CPU in chunks. `False` runs the model's own code; [`describe`] says
             what runs.
         unpad (`bool`, *optional*, defaults to `False`):
-            Compute padded batches without their padding, whether it is on the left or on the right. The backbone
-            computes one row of the real tokens. Callers see the shapes of the padded batch, with zeros at padding.
-            Positions count from each row's first real token. Calls that get or ask for a cache run with padding.
-            `patch` measures at once that outputs and gradients on this model are the same with and without padding.
+            Compute padded batches, padded on the left or on the right, as one row of their real tokens. Callers see
+            the shapes of the padded batch, with zeros at padding. Positions count from each row's first real token.
+            Calls that get or ask for a cache run with padding. `patch` measures at once that outputs and gradients on
+            this model are the same with and without padding.
         share_prefixes (`bool`, *optional*, defaults to `False`):
             With `unpad`, compute the shared prefix of rows, and of documents in a packed row, only once, if it has 16
-            tokens or more (the prompt of a preference pair, or of a group of completions; a system prompt). The other
-            tokens of each row attend to the shared prefix and to their own row. The prefix gets the sum of all rows'
-            gradients. `patch` measures at once that outputs and gradients are those of separate rows. Rows are
-            computed separately if more than attention mixes tokens (recurrent state, documents run one by one), and
-            while dropout or noise draws random numbers. [`describe`] and a warning say so.
+            tokens or more (the prompt of a preference pair, or of a group of completions; a system prompt). `patch`
+            measures at once that outputs and gradients are those of separate rows. Rows are computed separately if
+            more than attention mixes tokens (recurrent state, documents run one by one), and while dropout or noise
+            draws random numbers. [`describe`] and a warning say so.
 
     Raises:
         [`InvalidConfig`]: if `share_prefixes` comes without `unpad`.
@@ -107,8 +90,8 @@ def patch(
             "share_prefixes=True needs unpad=True: shared prefixes are found while padding is removed.",
             do="Pass unpad=True as well.",
         )
-    target = runnable(model)
-    name = model_type(target)
+    target = inspect.runnable(model)
+    name = inspect.model_type(target)
     refuse_adapters(target)
     refuse_quantized(target)
     kinds = adapter_kinds(target)
@@ -127,21 +110,13 @@ def patch(
 
 
 class _Candidate(NamedTuple):
-    """A patch to try on a model.
-
-    Attributes:
-        patch ([`Patch`]): the patch.
-        unmeasured (`str`): what of this model nobody has measured under packing; if any, the model is checked.
-        is_final (`bool`): whether an error is the user's to see. If not, the next candidate is tried.
-        may_not_fit (`bool`): whether the installed code differs from the code that the patch was written for.
-        on_success (`str`), on_failure (`str`): what the log then says.
-    """
+    """A patch to try on a model."""
 
     patch: Patch
-    unmeasured: str
-    is_final: bool = False
-    may_not_fit: bool = False
-    on_success: str = ""
+    unmeasured: str  # what of this model nobody has measured under packing; if any, the model is checked
+    is_final: bool = False  # whether an error is the user's to see; if not, the next candidate is tried
+    may_not_fit: bool = False  # whether the installed code differs from the code that the patch was written for
+    on_success: str = ""  # what the log then says
     on_failure: str = ""
 
 
@@ -149,34 +124,34 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
     """List the patches to try on a model of this type, and the error that says why its type has none."""
     code = f"{type(model).__name__}'s code"
     found: list[_Candidate] = []
-    decoder = text_decoder(model) if unpad else None
+    decoder = inspect.text_decoder(model) if unpad else None
     if decoder is not None:
         # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(get_decoder_patch(decoder), code, on_failure=failed))
+        found.append(_Candidate(inspect.get_decoder_patch(decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
     stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
-    if inner_model(model).config.is_encoder_decoder:
+    if inspect.inner_model(model).config.is_encoder_decoder:
         # A patch of its type is for its decoder as a causal model. Whole rows in groups see the model's own masks.
         refusal = UnsupportedModel(
-            f"{type(inner_model(model)).__name__} has an encoder and a decoder.",
+            f"{type(inspect.inner_model(model)).__name__} has an encoder and a decoder.",
             do="Train an encoder-decoder model padded.",
         )
         return [_Candidate(groups, code)] if unpad else [], refusal
-    if unpad and decoder is None and attends_both_ways(model):  # a patch of its type is for its causal models
+    if unpad and decoder is None and inspect.attends_both_ways(model):  # a patch of its type is for its causal models
         refusal = UnsupportedModel(
             f"{type(model).__name__} attends in both directions.", do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}."
         )
         return [_Candidate(patch, code) for patch in (stack, groups)], refusal
     try:
-        patch = get_patch(model)
+        patch = inspect.get_patch(model)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
             # for every causal model.
-            general = [Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)]
-            for patch in [general[0], stack, general[1], groups] if unpad else general:
+            interface, rebatch = Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)
+            for patch in (interface, stack, rebatch, groups) if unpad else (interface, rebatch):
                 said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
                 found.append(_Candidate(patch, code, on_success=said))
         return found, refusal
@@ -245,16 +220,16 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
     _require_weights(model)
     if state.unpadding is not None:
         _require_unpadded(model, state)
-        if state.padded_only:  # the check of packed rows compares logits of an LM head
+        if state.parts.padded_only:  # the check of packed rows compares logits of an LM head
             return
     report, refusal = None, ""
     try:
         report = check(model)
     except Exception as error:  # the code of a model with images may need more than a text, and raise anything
-        if not state.takes_images or is_out_of_memory(error):
+        if not state.parts.takes_images or is_out_of_memory(error):
             raise
         refusal = first_line(error)
-    if state.takes_images and (report is None or not report.is_exact):
+    if state.parts.takes_images and (report is None or not report.is_exact):
         # Padded batches are what such a model is patched for, and they are exact.
         state.packed_refusal = refusal or str(report)
         logger.info("trl-packfa: packed rows of text are not exact: %s", state.packed_refusal)
@@ -292,7 +267,7 @@ def unpatch(model: Model) -> Model:
     """
     undo_patch(model)
     # A `PackedSFTTrainer` replaces the LM head before it patches the model, so the patch is undone first.
-    undo_head(inner_model(model))
+    undo_head(inspect.inner_model(model))
     return model
 
 

@@ -79,7 +79,7 @@ def require_versions(*, training: bool = True) -> None:
     why = [
         f"{package} {found[package] or 'is not installed'}, needed >= {least}"
         for package, least in needed.items()
-        if found[package] is None or Version(found[package] or "0") < Version(least)
+        if Version(found[package] or "0") < Version(least)
     ]
     if why:
         do = "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."

@@ -146,7 +146,7 @@ def test_a_wrong_backward_is_caught_although_every_logit_is_right():
 
 
 def mixer_of(model):
-    return next(iter(find_state(model).mixers.items()))
+    return next(iter(find_state(model).parts.mixers.items()))
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "lfm2", "qwen3_next", "minimax"])

@@ -47,7 +47,7 @@ def test_images_run_without_their_pads(stock, left):
     inputs = image_batch(stock, left=left).inputs
     model = patch(copy.deepcopy(stock), unpad=True)
     state = find_state(model)
-    assert state.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
+    assert state.parts.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
     assert_same(run(model, inputs), run(stock, inputs))
     assert state.unpadding.calls == 1 and state.unpadding.blocks > 0
     with torch.no_grad():  # with a cache, and after the patch is gone, the masks are the model's own

@@ -111,7 +111,7 @@ def test_batches_with_images_run_without_their_pads(name, left):
     state = find_state(model)
     before = state.unpadding.calls
     expected, found = run(stock, inputs), run(model, inputs)
-    assert state.takes_images and state.unpadding.calls == before + 1
+    assert state.parts.takes_images and state.unpadding.calls == before + 1
     assert_same(found, expected)
     assert any("vis" in key for key in found[2])
     assert check(model).is_exact and "computed without padding" in describe(model)
@@ -172,7 +172,7 @@ def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(lef
     model = patch(copy.deepcopy(stock), unpad=True)
     found = run(model, inputs)
     state = find_state(model)
-    assert state.takes_images and state.unpadding.calls > 0
+    assert state.parts.takes_images and state.unpadding.calls > 0
     assert_float32(found[1], logits.double())
     others = {**inputs, "pixel_values": inputs["pixel_values"].roll(1, 0)}
     assert differs(run(model, others)[1], logits)

@@ -77,7 +77,7 @@ def test_it_trains_as_padded(case, kind, tmp_path):
     assert not beyond(expected, logs)
     # Prompts of GRPO and images of many tokens leave few pads.
     least = 0.0 if kind == "grpo" else 0.05
-    assert max(entry["padding_saved"] for entry in logs) > least and find_state(trainer.model).takes_images
+    assert max(entry["padding_saved"] for entry in logs) > least and find_state(trainer.model).parts.takes_images
     attached = trainer.trl_packfa_padding_free
     assert attached.first_calls.keys() == attached.models.keys()
 
@@ -136,7 +136,7 @@ def test_rows_are_not_filled_with_images(tmp_path):
 
 
 def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.api.text_decoder", lambda model: None)
+    monkeypatch.setattr("trl_packfa.patching.inspect.text_decoder", lambda model: None)
     with pytest.raises(UnsupportedModel, match=r"cannot run without its pads(?s:.*)runs only text without its pads"):
         packed(tmp_path)
     trainer = packed(tmp_path, trl.SFTConfig)

@@ -32,7 +32,7 @@ def is_served(model):
     """A composite is refused while it is made, for what itself does around its text model."""
     names = {model.config.model_type, model.config.get_text_config().model_type}
     found = {name: find_patch_for_type(name) for name in names}
-    served = [_why_not_served(patch, name) is None for name, patch in found.items() if patch is not None]
+    served = [_why_not_served(name) is None for name, patch in found.items() if patch is not None]
     return bool(served) and all(served)
 
 

@@ -179,7 +179,7 @@ def test_rotation_that_ends_at_position_64_is_seen(dtype):
 def test_a_kernel_of_one_mode_that_ignores_boundaries_is_seen(mode, dtype):
     """As Mamba's in transformers, which has another kernel for training."""
     model, context = with_dtype(patch(small_model("lfm2")), dtype)
-    mixer = next(iter(find_state(model).mixers.values()))
+    mixer = next(iter(find_state(model).parts.mixers.values()))
     override = vars(mixer)["forward"]
 
     def forward(*args, **kwargs):

@@ -1,8 +1,4 @@
-"""PEFT's adapters and transformers' quantizers under packing: exact, refused, or to be checked on the user's model.
-
-`table.py` reads the measurements in `adapters.json` and refuses adapters that were measured wrong. `quantizers.py`
-refuses quantized models.
-"""
+"""PEFT's adapters and transformers' quantizers under packing: exact, refused, or to be checked on the user's model."""
 
 from .quantizers import refuse_quantization as refuse_quantization
 from .quantizers import refuse_quantized as refuse_quantized

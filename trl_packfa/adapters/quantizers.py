@@ -21,17 +21,11 @@ from .table import EXACT, REFUSED, UNKNOWN
 
 @dataclass(frozen=True)
 class Quantizer:
-    """The verdict on one `quant_method`.
+    """The verdict on one `quant_method`."""
 
-    Attributes:
-        verdict (`str`): `exact`, `refused`, or `unknown`. For `unknown`, the check on the user's model decides.
-        what (`str`): what is quantized, and which tokens share a scale.
-        do (`str`): what to do about a refusal.
-    """
-
-    verdict: str
-    what: str
-    do: str = ""
+    verdict: str  # for `unknown` the check on the user's model decides
+    what: str  # what is quantized, and which tokens share a scale
+    do: str = ""  # what to do about a refusal
 
 
 _WEIGHTS = Quantizer(EXACT, "weights only")
@@ -140,10 +134,7 @@ def refuse_quantization(config: Any) -> None:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Raise [`UnsupportedModel`] if a loaded model's quantization makes a document's result depend on other documents.
-
-    Read the model's config and its layers.
-    """
+    """Raise [`UnsupportedModel`] if a loaded model's config or layers make a document's result depend on others."""
     refuse_quantization(getattr(model_config(model), "quantization_config", None))
     for name, module in model.named_modules():
         # The class is compared by name, because bitsandbytes may not be installed. The config does not list layers

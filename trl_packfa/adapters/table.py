@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -20,6 +19,7 @@ import peft
 from torch import nn
 
 from ..errors import UnsupportedModel
+from ..patches.measured import read_committed
 
 RESULTS = Path(__file__).with_name("adapters.json")
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "unknown"
@@ -38,19 +38,14 @@ _NEUTRAL = re.compile(
 )
 
 
-@cache
-def _committed() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
-
-
 def results() -> dict[str, dict[str, Any]]:
     """Return the committed rows by kind."""
-    return _committed()["kinds"]
+    return read_committed(RESULTS)["kinds"]
 
 
 def measured_with() -> dict[str, str]:
     """Return the package versions of the committed measurements, by package name."""
-    return _committed()["versions"]
+    return read_committed(RESULTS)["versions"]
 
 
 def tuners() -> list[str]:
@@ -120,7 +115,7 @@ def verdict_of(config: Any) -> tuple[str, str]:
     if unknown:
         return UNKNOWN, unknown[0]
     tuner = kinds[0]
-    return (EXACT if _committed()["sources"].get(tuner) == source_of(tuner) else UNKNOWN), tuner
+    return (EXACT if read_committed(RESULTS)["sources"].get(tuner) == source_of(tuner) else UNKNOWN), tuner
 
 
 def configs_of(model: nn.Module) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     padded = is_encoder(inner.config) or inner.get_output_embeddings() is None
     patch(model, backend=args.backend, unpad=args.unpad or padded, share_prefixes=args.share_prefixes)
     state = find_state(model)
-    if state is not None and state.unpadding_report is not None and state.padded_only:
+    if state is not None and state.unpadding_report is not None and state.parts.padded_only:
         return state.unpadding_report
     with proving("checking that no document sees another") as progress:
         return check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)

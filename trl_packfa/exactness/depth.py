@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..patching.apply import PatchState
-from ..runtime.override import forwards_set
+from ..runtime.override import attributes_set
 from ..runtime.zero3 import is_partitioned, whole_size
 from .subject import Subject
 
@@ -50,7 +50,9 @@ def layers_to_skip(subject: Subject, run: Callable[[], object]) -> dict[str, tup
 
 def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> AbstractContextManager[None]:
     """Make these layers return their input inside a `with` block."""
-    return forwards_set((layer, _pass_tuple if is_tuple else _pass) for layer, is_tuple in layers.values())
+    return attributes_set(
+        (layer, "forward", _pass_tuple if is_tuple else _pass) for layer, is_tuple in layers.values()
+    )
 
 
 def _pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -81,7 +83,8 @@ def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[s
 
 def _kinds(layers: dict[str, nn.Module], state: PatchState) -> dict[str, str]:
     """Describe the kind of each layer as text: classes, forwards, hooks, settings, parameters and windows."""
-    windows = {id(module): window for module, window in zip(state.attention.values(), state.windows, strict=False)}
+    parts = state.parts
+    windows = {id(module): window for module, window in zip(parts.attention.values(), parts.windows, strict=False)}
     facts = {name: dict(_facts(layer, windows)) for name, layer in layers.items()}
     order = list(enumerate(facts.values()))
     # A number that equals the layer's index is not a setting.

@@ -29,7 +29,7 @@ from ..patching import router_loss
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
-from ..runtime.override import forwards_set
+from ..runtime.override import set_inside
 from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from ..runtime.zero3 import is_engine, is_in_parts
@@ -235,7 +235,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
         return type(outputs)(**{**outputs, "last_hidden_state": leaf})
 
     assert scorer.head is not None
-    with torch.enable_grad(), forwards_set([(inner.base_model, given)]), _outputs_of(scorer.head) as outcome:
+    with torch.enable_grad(), set_inside(inner.base_model, forward=given), _outputs_of(scorer.head) as outcome:
         found = model(**batch, fused_lm_head=True, **options)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]

@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 def find_parts(model: nn.Module, state: PatchState) -> Parts:
     """Return decoder layers, token mixers and routers of a patched model."""
-    mixing = {id(module) for module in (*state.attention.values(), *state.mixers.values())}
+    mixing = {id(module) for module in (*state.parts.attention.values(), *state.parts.mixers.values())}
     named = dict(model.named_modules())
     layers: dict[str, nn.Module] = {
         name: module for name, module in named.items() if isinstance(module, GradientCheckpointingLayer)

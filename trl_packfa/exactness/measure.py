@@ -160,7 +160,7 @@ def _check(
 def _draw(model: nn.Module, state: PatchState, known: torch.Tensor, seed: int) -> tuple[Documents, Documents]:
     """Return the documents for every arrangement, and a replacement for each."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
-    lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
+    lengths = long_lengths(state.parts.windows, most, tiled=_has_tiles(device_of(model)))
     return draw_documents(lengths, known, vocabulary, seed)
 
 

@@ -60,7 +60,7 @@ class PaddedProbe:
         self.types: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
             self._require_text(names)
-            if state.takes_images:
+            if state.parts.takes_images:
                 self.types = self._types_with_blocks(names)
 
     def _require_text(self, names: list[str]) -> None:

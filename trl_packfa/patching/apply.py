@@ -7,9 +7,9 @@ or functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,11 +30,13 @@ from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
-from .inspect import ModelParts, class_names, find_backbone, find_parts
+from .inspect import class_names, find_parts, inner_model
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchOptions, PatchState, find_state
 from .unpadding import Sharing, Unpadding
+
+Value = TypeVar("Value")
 
 
 def unpadding_of(model: nn.Module) -> Unpadding | None:
@@ -59,7 +61,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
-    backends, parts = BackendChoice(options.backend), find_parts(model, patch)
+    backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
     if patch.rebatch and options.backend != "auto":
         raise NoBackend(
             f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
@@ -71,28 +73,23 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
         patch,
         options,
         backends,
-        parts.attention,
-        parts.windows,
-        parts.mixers,
+        parts,
         adapted=adapted_layers(model),
         # Read from the `PeftModel` now: the modules below it, where adapters run, do not know the adapters' configs.
         invocations=invocations_of(model),
-        takes_images=parts.takes_images,
-        unpads=parts.stack,
-        padded_only=parts.padded_only,
     )
     if options.unpad:
-        sharing = _sharing(parts.backbone, state) if options.share_prefixes else None
+        sharing = _sharing(state) if options.share_prefixes else None
         by_row = ARGUMENTS if parts.takes_images and cross_attention_of(parts.backbone) else frozenset()
-        state.unpadding = Unpadding(sharing, generates=not parts.padded_only, runs_by_row=by_row)
+        state.unpadding = Unpadding(parts.stack, sharing, generates=not parts.padded_only, runs_by_row=by_row)
     for module in (parts.backbone, *parts.mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state)
     if options.unpad and parts.takes_images:
-        planned += _plan_masks(parts, backends)
+        planned += _plan_masks(inner, state)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
-    overrides = _plan_outside(parts, state) + _plan_inside(parts.backbone, state)
+    overrides = _plan_outside(inner, state) + _plan_inside(state)
     if not (patch.encoder or patch.by_length):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]
@@ -104,8 +101,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     return state
 
 
-def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
-    refusal = state.needs_whole_documents
+def _sharing(state: PatchState) -> Sharing:
+    backbone, refusal = state.parts.backbone, state.needs_whole_documents
     if state.patch.encoder or state.patch.by_length:
         refusal = "its tokens see the tokens after them"
     elif refusal is None and any(map(depends_on_length, backbone.modules())):
@@ -121,7 +118,7 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     """
     state = find_state(model)
     assert state is not None
-    modules = find_backbone(model, state.patch).named_modules()
+    modules = state.parts.backbone.named_modules()
     named = {name: module for name, module in modules if isinstance(module, GradientCheckpointingLayer)}
     # Not the layers inside of another one.
     layers = [module for name, module in named.items() if not any(name.startswith(f"{other}.") for other in named)]
@@ -166,44 +163,40 @@ def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _plan_attention(state: PatchState) -> list[Edit]:
-    """Return the edits of the attention modules."""
     patch, backends = state.patch, state.backends
     planned: list[Edit] = []
     module: Any  # torch types `module.config` as a tensor or a module
-    for module in state.attention.values():
-        names = class_names(module)
-        if patch.attention:
-            qkv = next(patch.attention[name] for name in names if name in patch.attention)
+    for module in state.parts.attention.values():
+        if qkv := _of_class(patch.attention, module):
             qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
             planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
-        elif not patch.functions.keys().isdisjoint(names):
-            function = next(patch.functions[name] for name in names if name in patch.functions)
+        elif function := _of_class(patch.functions, module):
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
             # Each attention module gets a config of its own. The model's config keeps the user's
             # `attn_implementation`: calls without documents, masks and saved checkpoints use it.
-            by_mask = state.takes_images or patch.encoder
+            by_mask = state.parts.takes_images or patch.encoder
             config = interface_config(module.config, backends, patch.window, by_mask=by_mask)
             planned.append((module, "config", config))
     return planned
 
 
-def _plan_masks(parts: ModelParts, backends: BackendChoice) -> list[Edit]:
+def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value | None:
+    return next((table[name] for name in class_names(module) if name in table), None)
+
+
+def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
     """Return the edits of the models between the outermost model and its text decoder, which may make its masks."""
-    inner, backbone = parts.inner, parts.backbone
+    backbone = state.parts.backbone
     around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
-    found = [(m, mask_config(m.config, backends)) for m in around if any(x is backbone for x in m.modules())]
+    found = [(m, mask_config(m.config, state.backends)) for m in around if any(x is backbone for x in m.modules())]
     return [(module, "config", config) for module, config in found if config is not None]
 
 
-def _plan_outside(parts: ModelParts, state: PatchState) -> list[Override]:
-    """Return the overrides of the modules that find the boundaries.
-
-    These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it. In
-    an encoder they are its own and that of its stack, or one that runs it in groups of rows.
-    """
-    patch, unpadding = state.patch, state.unpadding
-    inner, backbone = parts.inner, parts.backbone
+def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
+    """Return the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
+    patch, unpadding, parts = state.patch, state.unpadding, state.parts
+    backbone = parts.backbone
     if patch.by_length:
         assert unpadding is not None
         return [LengthGroupsOverride(backbone, unpadding)]
@@ -227,13 +220,14 @@ def _plan_outside(parts: ModelParts, state: PatchState) -> list[Override]:
     return overrides
 
 
-def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
+def _plan_inside(state: PatchState) -> list[Override]:
     """Return the overrides of modules inside the backbone, other than attention."""
+    backbone, mixers = state.parts.backbone, state.parts.mixers
     if state.patch.rebatch or state.patch.by_length:
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module) for module in rotary]
-    overrides += [MixerOverride(module, state.patch, state.native) for module in state.mixers.values()]
+    overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
     overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
     fused, by_liger = state.options.fused_lora, state.options.fused_kernels
     when_packed = lora_overrides(backbone, fused=fused, by_liger=by_liger, invocations=state.invocations)
@@ -245,7 +239,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
         when_packed += [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if state.mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:
+    if mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer) for layer in layers]
     return overrides + when_packed

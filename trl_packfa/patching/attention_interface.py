@@ -40,8 +40,8 @@ def interface_config(
 ) -> PreTrainedConfig:
     """Return a copy of an attention module's config that sends its attention to our function.
 
-    Our function sends calls that are not packed back to the model's own attention. `window` reads the sliding window
-    from the module, for models that do not pass it in the call. `by_mask` is that of [`find_attention`].
+    `window` reads the sliding window from the module, for models that do not pass it in the call. With `by_mask` the
+    model's mask decides whether attention is causal, so the module need not say so.
     """
     # A shallow copy, without the setter of `_attn_implementation`: the setter would also change the configs inside
     # this one, which the model's own config shares.
@@ -141,11 +141,7 @@ def attend_packed(
     arguments: AttentionArguments,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run packed attention in the shapes of transformers' interface.
-
-    `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`; `indices` as in
-    [`packed_attention_forward`].
-    """
+    """Run packed attention in the shapes and with the `indices` of [`packed_attention_forward`]."""
     # Rows of equal length are joined to one packed row: documents never cross the end of a row.
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if indices is None:
@@ -185,10 +181,7 @@ _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
 def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
-    """Raise [`PackingError`] for attention arguments that packed attention does not compute.
-
-    `by_mask` is that of [`find_attention`].
-    """
+    """Raise [`PackingError`] for attention arguments that packed attention does not compute."""
     if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
         raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
@@ -200,8 +193,7 @@ def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False)
 
 
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Implement transformers' mask interface: return the empty mask for a packed call, else the mask of the model's
-    own attention.
+    """Implement transformers' mask interface: an empty mask for a packed call, else the mask of the model's attention.
 
     In a padded call of a model with images that mask is only noted, see `handed_masks.py`.
     """

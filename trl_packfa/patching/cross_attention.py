@@ -1,7 +1,6 @@
 """Cross-attention of a text decoder to images (Mllama), in a padded batch that runs without its pads.
 
-Each row attends to the image states of its own row, which are a part of the batch for each row. So this attention runs
-on the padded rows, and all other modules run on the true tokens.
+Each row attends to its own image states. So this attention runs on the padded rows, all other modules on true tokens.
 
 Shape letters: B rows, L row length, T true tokens, D model dim, I image states of a row, K of them that are keys.
 """

@@ -31,7 +31,7 @@ def describe(model: nn.Module) -> str:
     state = find_state(model)
     if state is None:
         return f"runs by name, attn_implementation='{NAME}'" if runs_by_name(model) else "not patched"
-    windows = Counter(f"window {window}" if window else "full" for window in state.windows)
+    windows = Counter(f"window {window}" if window else "full" for window in state.parts.windows)
     lines = [
         f"model type {model_type(model)} (patch from {state.patch.origin})",
         f"level: {state.patch.level}",
@@ -46,8 +46,8 @@ def describe(model: nn.Module) -> str:
             lines.append(f"shared prefixes: {how}")
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
-        lines.insert(3, f"{len(state.attention)} attention modules: {modules}")
-    by_document = Counter(type(module).__name__ for module in state.mixers.values())
+        lines.insert(3, f"{len(state.parts.attention)} attention modules: {modules}")
+    by_document = Counter(type(module).__name__ for module in state.parts.mixers.values())
     lines += [f"{n} x {name}: {_how_it_runs(name, state)}" for name, n in by_document.items()]
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     lines += describe_lora(state.adapted, state.options.fused_lora)

@@ -1,12 +1,6 @@
-"""Padded batches of encoders without their pads.
+"""Padded batches of encoders: the stack of layers runs without pads, or the model in groups of rows of similar length.
 
-An encoder's embeddings and its pooling are made for padded batches: BERT's pooler reads the first column of each row,
-RoBERTa's positions count from its padding index. Almost all of the work is in the stack of layers between them. So
-only the stack runs without pads: it gets the hidden states of the true tokens as one row, and its output is put back
-into the padded batch's shape. The direction of attention is read from the mask that the model asks for.
-
-Models whose attention cannot be reached run whole, in groups of rows of similar length, with the model's own mask and
-fewer pads.
+Embeddings and pooling are made for padded batches (`docs/encoders.md`), so they see the padded batch.
 
 Shape letters: B rows, L row length, T true tokens, G rows of a group, M their longest length, D model dim.
 """
@@ -14,10 +8,12 @@ Shape letters: B rows, L row length, T true tokens, G rows of a group, M their l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..errors import PackingError
 from ..layout import PackedLayout
@@ -28,6 +24,7 @@ from ..runtime.compile import around_graphs, outside_of_graphs
 from ..runtime.length_groups import group_by_length
 from ..runtime.override import NamedOverride
 from .handed_masks import HandedMasks, handed_masks
+from .inspect import own_config
 from .unpadding import Unpadding, refuse_packed
 
 # Arguments that ask for the results of each layer, which the stack would return without pads.
@@ -35,14 +32,12 @@ _OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
 
 
 class _EncoderOverride(NamedOverride):
-    """A forward of a module in an encoder."""
-
     def __init__(self, module: nn.Module, unpadding: Unpadding, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, original)
         self.unpadding = unpadding
 
     @outside_of_graphs
-    def read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name; raise [`PackingError`] for packed rows and cross-attention."""
         call = self.named(args, kwargs)
         layout = layout_of(call)
@@ -56,12 +51,10 @@ class _EncoderOverride(NamedOverride):
         call.pop("packed_layout", None)
         return call
 
-    def asks_for_layers(self, call: Mapping[str, Any]) -> bool:
-        """Tell whether a call or the config asks for the results of each layer."""
-        config: Any = getattr(self.module, "config", None)
-        return any(
-            call.get(name) or (call.get(name) is None and getattr(config, name, None)) for name in _OF_EACH_LAYER
-        )
+    def _asks_for_layers(self, call: Mapping[str, Any]) -> bool:
+        config = own_config(self.module)
+        asked = (getattr(config, name, None) if call.get(name) is None else call[name] for name in _OF_EACH_LAYER)
+        return any(asked)
 
 
 class EncoderOverride(_EncoderOverride):
@@ -70,8 +63,8 @@ class EncoderOverride(_EncoderOverride):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the encoder's forward."""
-        call = self.read_call(args, kwargs)
-        if not self.unpadding.is_on or self.asks_for_layers(call):
+        call = self._read_call(args, kwargs)
+        if not self.unpadding.is_on or self._asks_for_layers(call):
             return self.call_original(**call)
         with packed_call(None, notes_masks=True):
             return self.call_original(**call)
@@ -84,7 +77,7 @@ class StackOverride(_EncoderOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stack's forward."""
         call = self.named(args, kwargs)
-        name, masks = self.find_masks(call)
+        name, masks = self._find_masks(call)
         if masks is None:
             return self.call_original(*args, **kwargs)
         rows, taken, packed = self._taken(call, name, masks)
@@ -95,8 +88,8 @@ class StackOverride(_EncoderOverride):
         return self.unpadding.put_back(self.call_original, {**call, name: masks.handed()}, rows, outputs)
 
     @outside_of_graphs
-    def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
-        """Return the argument with the masks that the encoder has noted, and the masks, `None` if there are none."""
+    def _find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
+        """Return the name of the argument with the masks that the encoder has noted, and these masks."""
         found = ((name, handed_masks(value)) for name, value in call.items())
         return next(((name, masks) for name, masks in found if masks is not None), ("", None))
 
@@ -104,24 +97,21 @@ class StackOverride(_EncoderOverride):
     def _taken(
         self, call: dict[str, Any], name: str, masks: HandedMasks
     ) -> tuple[PaddedRows | None, dict[str, Any], PackedCall]:
-        """Return the rows if the call runs without its pads, else `None`; the arguments and facts of the call."""
         states, logits = call[self.names[0]], current_call().router_logits
-        rows = self.unpadding.rows_of({"inputs_embeds": states, "attention_mask": masks.padding}, {}, self.module)
+        rows = self.unpadding.rows_of({"inputs_embeds": states, "attention_mask": masks.padding}, {})
         if rows is None:
             return None, {**call, name: masks.make()}, PackedCall(router_logits=logits)
         layout: PackedLayout = rows.layout(states.device)
         if masks.sees_both_directions(rows):
             layout = layout.in_both_directions()
         packed = PackedCall(layout, router_logits=logits)
-        taken = {key: _take(value, rows) for key, value in call.items()}
+        taken = tree_map(partial(_take, rows=rows), call)
         taken[name] = empty_mask(packed, states.device)
         return rows, taken | ({KEYWORD: packed} if self.takes_any else {}), packed
 
 
 def _take(value: Any, rows: PaddedRows) -> Any:
-    """Return the true tokens of an argument `(B, L, ...)` or `(1, L, ...)`, inside tuples too."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_take(item, rows) for item in value)
+    """Return the true tokens of an argument `(B, L, ...)` or `(1, L, ...)`."""
     own = {"value": value}
     as_rows(own, rows.shape)
     return rows.take_call(own)["value"]
@@ -133,21 +123,18 @@ class LengthGroupsOverride(_EncoderOverride):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the encoder's forward."""
-        call = self.read_call(args, kwargs)
-        rows = None if self.asks_for_layers(call) else self.find_rows(call)
+        call = self._read_call(args, kwargs)
+        rows = None if self._asks_for_layers(call) else self._find_rows(call)
         if rows is None:
             return self.call_original(**call)
         return self._run_in_groups(call, rows)
 
     @outside_of_graphs
-    def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
-        """Return the rows of a call that runs in groups; `None` if it runs as it is.
-
-        Rows padded on the left run as they are, and rows with a text for the decoder.
-        """
+    def _find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
+        """Return the rows of a call that runs in groups; `None` if it runs as it is."""
         if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
             return None  # its length is another one, or equal by chance
-        rows = self.unpadding.rows_of(call, call, self.module)
+        rows = self.unpadding.rows_of(call, call)
         # Without the pads before it, a token would have another position.
         return None if rows is None or any(rows.starts) else rows
 
@@ -156,7 +143,7 @@ class LengthGroupsOverride(_EncoderOverride):
         device = next(value.device for value in call.values() if isinstance(value, torch.Tensor))
         lengths = tuple(max(length, 1) for length in rows.lengths)  # a row of pads alone keeps one of them
         groups = group_by_length(lengths, device)
-        widths = [max(lengths[i] for i in group) for group in groups]
+        widths = [lengths[group[0]] for group in groups]
         outputs = []
         for group, width in zip(groups, widths, strict=True):
             index = torch.tensor(group, device=device)
@@ -164,7 +151,7 @@ class LengthGroupsOverride(_EncoderOverride):
         computed = sum(len(group) * width for group, width in zip(groups, widths, strict=True))
         self.unpadding.pads -= computed - rows.num_tokens  # these pads were computed
         order = torch.tensor([i for group in groups for i in group], device=device)
-        merged = _merged(outputs, order, widths, rows)
+        merged = tree_map(partial(_merged, order, widths, rows), *outputs)
         self.unpadding.note(self.call_original, call, rows, merged)
         return merged
 
@@ -181,21 +168,11 @@ def _cut(value: Any, index: torch.Tensor, longest: int, rows: PaddedRows) -> Any
     return value[:, :longest] if value.dim() > 1 and value.shape[1] == length else value
 
 
-def _merged(outputs: Sequence[Any], order: torch.Tensor, longest: Sequence[int], rows: PaddedRows) -> Any:
-    """Return the outputs of all groups as those of the padded batch, inside tuples and transformers' outputs."""
-    first = outputs[0]
-    if isinstance(first, dict):
-        values = {name: _merged([output[name] for output in outputs], order, longest, rows) for name in first}
-        return type(first)(**values)  # type: ignore[arg-type]
-    if isinstance(first, (tuple, list)):
-        return type(first)(_merged(items, order, longest, rows) for items in zip(*outputs, strict=True))
-    if not isinstance(first, torch.Tensor):
+def _merged(order: torch.Tensor, widths: Sequence[int], rows: PaddedRows, *outputs: Any) -> torch.Tensor | None:
+    """Return an output of all groups as that of the padded batch; `None` if it is no tensor."""
+    if not isinstance(outputs[0], torch.Tensor):
         return None
-    if first.dim() > 1 and all(output.shape[1] == most for output, most in zip(outputs, longest, strict=True)):
-        after = (0, 0) * (first.dim() - 2)
-        outputs = [
-            nn.functional.pad(output, (*after, 0, rows.shape[1] - most))
-            for output, most in zip(outputs, longest, strict=True)
-        ]
-    joined = torch.cat(list(outputs))
-    return joined.index_select(0, order.argsort())
+    parts, after = list(outputs), (0, 0) * (outputs[0].dim() - 2)
+    if all(part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)):
+        parts = [nn.functional.pad(part, (*after, 0, rows.shape[1] - part.shape[1])) for part in parts]
+    return torch.cat(parts).index_select(0, order.argsort())

@@ -31,11 +31,13 @@ from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_
 from . import cross_attention, router_loss
 from .attention_interface import MasksByInterface
 from .handed_masks import handed_masks, without_empty_masks
-from .inspect import max_positions
+from .inspect import max_positions, own_config
 from .rotary import depends_on_length
 from .state import PatchState
-from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import refuse_modalities, refuse_packed
+
+# Architectures that look token types up in their table of words; others have a table with the name.
+_TYPES_AMONG_WORDS = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj")
 
 
 class _PackedForward(NamedOverride):
@@ -89,18 +91,18 @@ class BackboneOverride(_PackedForward):
         super().__init__(module, state, original, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
         # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
-        self.takes_token_types = patch.rebatch or embeds_token_types(module)
+        self.takes_token_types = patch.rebatch or _embeds_token_types(module)
         self._looked = False
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the backbone's forward."""
+        """Run the module's forward."""
         call = self.named(args, kwargs)  # layouts are looked for by name
         masks = handed_masks(call.get("attention_mask"))
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
-            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
+            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout)
             return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
@@ -123,8 +125,8 @@ class BackboneOverride(_PackedForward):
         if self.unpadding is None:
             return None
         # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
-        read = {name: value for name, value in call.items() if name in self.names or not self.state.takes_images}
-        rows = self.unpadding.rows_of(call, read, self.module)
+        read = {name: value for name, value in call.items() if name in self.names or not self.state.parts.takes_images}
+        rows = self.unpadding.rows_of(call, read)
         if rows is not None:
             self.require_packable(call, rows.layout(torch.device("cpu")))
         return rows
@@ -143,7 +145,7 @@ class BackboneOverride(_PackedForward):
             self.state.require_shareable(self.module, layout.shard.size)
         super().require_packable(call, layout)
         if not self.takes_token_types:
-            refuse_token_types(call, self.names)
+            _refuse_token_types({name: value for name, value in call.items() if name in self.names})
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
@@ -179,7 +181,7 @@ class BackboneOverride(_PackedForward):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if self.state.patch.rebatch or self.state.patch.functions or self.state.mixers:
+        if self.state.patch.rebatch or self.state.patch.functions or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",
@@ -191,14 +193,13 @@ class BackboneOverride(_PackedForward):
     def _packed_call(
         self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None
     ) -> tuple[dict[str, Any], PackedCall]:
-        """Return the arguments of the original forward, and what its modules need to know."""
         device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
         layout = layout.to(device)  # a caller's layout may lie on the host
         ids = call.get("input_ids") if self.state.invocations else None
         packed = PackedCall(layout, ids, current_call().router_logits, rows=rows)
         call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
-            call["token_type_ids"] = types_of_long_rows(self.module, layout)
+            call["token_type_ids"] = _types_of_long_rows(self.module, layout)
         if self.makes_mask:
             call["attention_mask"] = None  # transformers' mask interface makes the empty mask
         batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
@@ -209,6 +210,40 @@ class BackboneOverride(_PackedForward):
     @outside_of_graphs
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
+
+
+def _embeds_token_types(backbone: Any) -> bool:
+    """Tell whether token types are looked up in a table, so that a packed row may have any.
+
+    A backbone that builds its mask from them cannot be packed, as packing uses no mask.
+    """
+    if getattr(own_config(backbone), "model_type", None) in _TYPES_AMONG_WORDS:
+        return True
+    return any(isinstance(module, nn.Embedding) and "token_type" in name for name, module in backbone.named_modules())
+
+
+def _refuse_token_types(call: dict[str, Any]) -> None:
+    for name in call.keys() & {"token_type_ids", "mm_token_type_ids"}:
+        # Tokenizers return all 0 for plain text, which does not change the mask.
+        if isinstance(call[name], torch.Tensor) and call[name].any():
+            raise PackingError(
+                f"{name} are not all 0 in a packed batch.",
+                why=[
+                    "this model's mask lets tokens of a prefix or an image attend to each other in both directions",
+                    "packed attention uses no mask, and is causal inside each document",
+                ],
+                do=f"Drop {name}, or pass the documents as a padded batch.",
+            )
+
+
+def _types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:
+    """Return token types `(B, L)` for a row longer than the backbone's own buffer of them, else `None`."""
+    # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
+    # packed row may be longer: only its documents must fit the table.
+    own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)
+    if not isinstance(own, torch.Tensor) or layout.local_shape[1] <= own.shape[-1]:
+        return None
+    return own.new_zeros(layout.local_shape)
 
 
 def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
@@ -230,7 +265,7 @@ class RebatchOverride(BackboneOverride):
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
-        """Run the backbone document by document, see [`run_backbone_by_document`]."""
+        """Run the backbone document by document."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
         with packed_call(None):  # the calls for single documents are not packed
@@ -250,7 +285,7 @@ class CausalLMOverride(_PackedForward):
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the causal LM's forward."""
+        """Run the module's forward."""
         call = self.named(args, kwargs)
         layout = self.find_layout(call)
         if layout is not None:

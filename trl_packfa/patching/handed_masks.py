@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +31,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, eq=False)
 class NotedMask:
-    """A mask that was not made.
+    """A mask that was not made."""
 
-    Attributes:
-        make (`Callable`): makes it, in the form of the model's own attention.
-        padding (`torch.Tensor`): the mask of padding, `(B, L)`.
-        blocks ([`RowBlocks`]): tokens that see each other in both directions.
-    """
-
-    make: Callable[[], Any]
-    padding: torch.Tensor
-    blocks: RowBlocks
+    make: Callable[[], Any]  # in the form of the model's own attention
+    padding: torch.Tensor  # the mask of padding, `(B, L)`
+    blocks: RowBlocks  # tokens that see each other in both directions
 
 
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
@@ -57,8 +52,12 @@ def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     if not options.get("allow_is_causal_skip", False):
         rows_of(padding)  # refuses a hole in words about the hole, which would cut a block in two
         blocks = blocks_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
+    return _attach(padding, NotedMask(make, padding, blocks))
+
+
+def _attach(padding: torch.Tensor, noted: NotedMask | HandedMasks) -> torch.Tensor:
     mask = padding.detach().clone()  # the model may send one tensor of padding for several masks
-    setattr(mask, _HANDED, NotedMask(make, padding, blocks))
+    setattr(mask, _HANDED, noted)
     return mask
 
 
@@ -68,24 +67,19 @@ class HandedMasks:
     def __init__(self, masks: Mapping[str | None, Any], padding: torch.Tensor) -> None:
         self.masks, self.padding = masks, padding
 
-    def make(self) -> Any:
-        """Make the masks, in the form in which they were handed over."""
-        made = {kind: mask.make() if isinstance(mask, NotedMask) else mask for kind, mask in self.masks.items()}
+    def make(self, cut: Callable[[Any], Any] = lambda mask: mask) -> Any:
+        """Make the masks and `cut` each; return them in the form in which they were handed over."""
+        made = {kind: cut(mask.make() if isinstance(mask, NotedMask) else mask) for kind, mask in self.masks.items()}
         return made[None] if None in made else made
 
     def of_row(self, rows: PaddedRows, row: int) -> Any:
         """Return the masks of one row by itself, without its pads; raise [`PackingError`] if a mask has no rows."""
         part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
-        made = self.make()
-        if not isinstance(made, dict):
-            return _cut(made, row, part)
-        return {kind: _cut(mask, row, part) for kind, mask in made.items()}
+        return self.make(partial(_cut, row=row, part=part))
 
     def handed(self) -> Any:
         """Return the mask of padding that stands for all masks."""
-        padding = self.padding.detach().clone()
-        setattr(padding, _HANDED, self)
-        return padding
+        return _attach(self.padding, self)
 
     def sees_both_directions(self, rows: PaddedRows) -> bool:
         """Tell whether tokens see their whole row, as in an encoder, or the tokens before them only.
@@ -110,14 +104,13 @@ class HandedMasks:
 
         Raise [`PackingError`] if layers of an unknown kind have blocks, or kinds of layers differ.
         """
-        found = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
-        found = {kind: blocks for kind, blocks in found.items() if any(blocks.rows)}
+        noted = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
+        found = {kind: blocks for kind, blocks in noted.items() if any(blocks.rows)}
         if not found:
             return None
-        unknown = [kind for kind in found if kind not in (None, _FULL, _SLIDING)]
-        if unknown:
+        if unknown := found.keys() - {None, _FULL, _SLIDING}:
             raise PackingError(
-                f"tokens of an image see each other in layers of kind {', '.join(map(str, unknown))}.",
+                f"tokens of an image see each other in layers of kind {', '.join(sorted(map(str, unknown)))}.",
                 why=["packed attention knows blocks of tokens in layers with and without a sliding window only"],
                 do="Patch the model with unpad=False, or train on text alone.",
             )

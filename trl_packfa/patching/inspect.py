@@ -24,27 +24,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class ModelParts(NamedTuple):
-    """Modules of a model that a patch works on.
+    """Modules of a model that a patch works on."""
 
-    Attributes:
-        inner (`PreTrainedModel`): the outermost transformers model.
-        backbone (`nn.Module`): the module that runs the decoder stack.
-        attention (`dict[str, nn.Module]`): the attention modules by name.
-        windows (`tuple[int | None, ...]`): the sliding window of each attention module.
-        mixers (`dict[str, nn.Module]`): other modules that mix tokens, or read their positions, by name.
-        stack (`nn.Module`): the module whose padded calls run without pads: the backbone, or an encoder's layers.
-        takes_images (`bool`): whether the backbone is the text decoder of a model with images or sounds.
-        padded_only (`bool`): whether the model gets no packed rows: an encoder, a classifier, or no LM head.
-    """
-
-    inner: PreTrainedModel
-    backbone: nn.Module
-    attention: dict[str, nn.Module]
-    windows: tuple[int | None, ...]
-    mixers: dict[str, nn.Module]
-    stack: nn.Module
+    backbone: nn.Module  # the module that runs the decoder stack
+    attention: dict[str, nn.Module]  # by name
+    windows: tuple[int | None, ...]  # the sliding window of each attention module
+    mixers: dict[str, nn.Module]  # other modules that mix tokens, or read their positions, by name
+    stack: nn.Module  # the module whose padded calls run without pads: the backbone, or an encoder's layers
+    # Whether the backbone is the text decoder of a model with images or sounds, which padded batches may bring.
     takes_images: bool
-    padded_only: bool
+    padded_only: bool  # whether the model gets no packed rows: an encoder, a classifier, or no LM head
 
 
 def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
@@ -55,13 +44,12 @@ def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
     """
     inner, backbone = inner_model(model), find_backbone(model, patch)
     takes_images = backbone is text_decoder(model)
-    attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
+    attention = _find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
     return ModelParts(
-        inner,
         backbone,
         attention,
-        windows_of(patch, backbone, attention),
-        find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside)),
+        _windows_of(patch, backbone, attention),
+        _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside)),
         _find_stack(backbone, attention) if patch.encoder else backbone,
         takes_images,
         padded_only=patch.encoder or patch.by_length or inner.get_output_embeddings() is None,
@@ -237,16 +225,12 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None)
 
 
-def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) -> dict[str, nn.Module]:
-    """Return the attention modules by name, all of them causal.
-
-    With `by_mask` the model around the backbone makes its masks, so a module need not say that it is causal: a mask
-    decides for every call.
-    """
+def _find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool) -> dict[str, nn.Module]:
+    """Return the attention modules by name, all of them causal unless the model's mask decides that (`by_mask`)."""
     if patch.rebatch or patch.by_length:
         return {}
     if patch.functions:
-        return find_by_class(backbone, patch.functions)
+        return _find_by_class(backbone, patch.functions)
     found = _find_rewritten(backbone, patch) if patch.attention else _find_interface(backbone, patch)
     for name, module in found.items():
         if not by_mask and not is_causal(module):
@@ -259,15 +243,14 @@ def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) 
     return found
 
 
-def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
-    """Return the modules of these classes by name."""
+def _find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
     names = set(classes)
     return {name: module for name, module in backbone.named_modules() if names.intersection(class_names(module))}
 
 
 def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """Return the attention modules that the patch rewrites: one for each layer."""
-    attention = find_by_class(backbone, patch.attention)
+    attention = _find_by_class(backbone, patch.attention)
     layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
     if len(attention) != layers:
         raise UnsupportedModel(
@@ -282,10 +265,10 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """Return the modules that compute attention through transformers' interface: at least one."""
     # In a model with images only the text decoder: encoders attend in both directions, outside of the packed row.
     decoder: Any = getattr(backbone, "language_model", backbone)
-    found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
+    found = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
     # Modules that run document by document keep the model's own attention inside them.
     inside = [id(module) for mixer in found.values() for module in mixer.modules()]
-    over_layers = find_by_class(decoder, patch.over_layers)
+    over_layers = _find_by_class(decoder, patch.over_layers)
     attention = {
         name: module
         for name, module in decoder.named_modules()
@@ -320,11 +303,10 @@ _MAKERS = (
 )  # fmt: skip
 
 
-def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
-    """Return the sliding window of each attention module.
+def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
+    """Return the sliding window of each attention module: the config's, if the model passes it to the interface.
 
-    Models on transformers' interface that pass the window in their calls have their config's. Raise
-    [`UnsupportedModel`] if a window reaches the attention through the mask alone; packing uses no mask.
+    Raise [`UnsupportedModel`] if a window reaches the attention through the mask alone.
     """
     if patch.rebatch:
         return ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,14 +26,9 @@ Rule: TypeAlias = Callable[..., torch.Tensor]
 
 
 def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLayout | None:
-    """Read documents off the rule of a mask of this shape `(B, L)`; `None` for one document a row.
-
-    A token that does not attend to the one before it begins a document.
-    """
-    rows = torch.arange(shape[0], device=device)[:, None]
-    tokens = torch.arange(1, shape[1], device=device)[None]
-    sees = _sees(rule, rows, tokens, tokens - 1)
-    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees.cpu()], dim=1)
+    """Read documents off the rule of a mask of this shape `(B, L)`; `None` for one document a row."""
+    sees_back = _sees_next(rule, shape, device, back=True)
+    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees_back.cpu()], dim=1)
     if int(starts.sum()) == shape[0]:
         return None
     # Starts [1, 0, 0, 1, 0] are offsets [0, 3] and the end, lengths [3, 2].
@@ -42,69 +38,59 @@ def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLay
 
 def sees_ahead(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
     """Tell whether a token attends to the one after it, as those of an image do."""
-    return bool(_seen_ahead(rule, shape, device).any())
+    return bool(_sees_next(rule, shape, device).any())
 
 
 class RowBlocks(NamedTuple):
-    """The blocks of padded rows.
+    """The blocks of padded rows."""
 
-    Attributes:
-        rows (`tuple[tuple[tuple[int, int], ...], ...]`): the blocks of each row, in columns of the row.
-        joined (`bool`): whether the blocks of a row see each other.
-    """
-
-    rows: tuple[tuple[Block, ...], ...]
-    joined: bool = False
+    rows: tuple[tuple[Block, ...], ...]  # in columns of the row
+    joined: bool = False  # whether the blocks of a row see each other
 
 
 def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> RowBlocks:
     """Read the blocks of each row off a rule that leaves out the mask of padding `(B, L)`.
 
-    Blocks hold true tokens only. `by_index` says that the rule takes tensors of indices. A rule that the model has
-    added may take single indices only. Raise [`PackingError`] if some blocks of a row see each other, and others do
-    not.
+    Blocks hold true tokens only. With `by_index=False` the rule takes single indices only, as one that the model has
+    added may. Raise [`PackingError`] if some blocks of a row see each other, and others do not.
     """
-    host = padding.detach().ne(0).cpu()
-    ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
+    rule, host = rule if by_index else partial(_over_each, rule), padding.detach().ne(0).cpu()
+    ahead = _sees_next(rule, (host.shape[0], host.shape[1]), padding.device).cpu()
     ahead = ahead & host[:, :-1] & host[:, 1:]
     rows = tuple(_runs(row) for row in ahead.tolist())
-    return RowBlocks(rows, _are_joined(rule, rows, padding.device, by_index=by_index))
+    return RowBlocks(rows, _are_joined(rule, rows, padding.device))
 
 
-def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bool = True) -> torch.Tensor:
-    """Return for each token but the last of a row whether it sees the one after it, bool, `(B, L - 1)`."""
-    rows = torch.arange(shape[0], device=device)[:, None]
-    tokens = torch.arange(1, shape[1], device=device)[None]
-    return _sees(rule, rows, tokens - 1, tokens, by_index=by_index)
-
-
-def _sees(
-    rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, by_index: bool = True
-) -> torch.Tensor:
-    """Return for each query whether it sees its key, bool, in the common shape of these indices."""
-    rows, queries, keys = torch.broadcast_tensors(rows, queries, keys)
-    if by_index:
-        return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
-    # Once over each axis: `vmap` gives the rule single indices, by which it may index tensors.
-    for _ in rows.shape:
+def _over_each(rule: Rule, *indices: torch.Tensor) -> torch.Tensor:
+    """Apply a rule that takes single indices, by which it may index tensors, to tensors of indices of one shape."""
+    for _ in indices[0].shape:
         rule = torch.vmap(rule)
     with TransformGetItemToIndex():
-        return rule(rows, torch.zeros_like(rows), queries, keys)
+        return rule(*indices)
+
+
+def _sees_next(rule: Rule, shape: tuple[int, int], device: Any, *, back: bool = False) -> torch.Tensor:
+    """Return for each token and the one after it whether the first sees the second, or `back`; bool, `(B, L - 1)`."""
+    rows = torch.arange(shape[0], device=device)[:, None]
+    second = torch.arange(1, shape[1], device=device)[None]
+    first = second - 1
+    queries, keys = (second, first) if back else (first, second)
+    return _sees(rule, rows, queries, keys)
+
+
+def _sees(rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return for each query whether it sees its key, bool, in the common shape of these indices."""
+    rows, queries, keys = torch.broadcast_tensors(rows, queries, keys)
+    return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
     """Return the runs in which each token sees the next: [False, True, True, False] has one, of the tokens 1 to 3."""
-    runs, start = [], None
-    for i, seen in enumerate([*ahead, False]):
-        if seen and start is None:
-            start = i
-        elif not seen and start is not None:
-            runs.append((start, i + 1))
-            start = None
-    return tuple(runs)
+    runs = (list(run) for seen, run in itertools.groupby(range(len(ahead)), ahead.__getitem__) if seen)
+    return tuple((run[0], run[-1] + 2) for run in runs)
 
 
-def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any, *, by_index: bool) -> bool:
+def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> bool:
     """Tell whether the blocks of a row see each other across the tokens between them."""
     pairs = []
     for row, blocks in enumerate(rows):
@@ -115,7 +101,7 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any, *, by_
     if not pairs:
         return False
     # All pairs at once, as a GPU waits for each answer.
-    seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1), by_index=by_index).tolist()
+    seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1)).tolist()
     if any(seen) and not all(seen):
         examples = (pairs[seen.index(answer)] for answer in (True, False))
         joined, apart = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)

@@ -105,16 +105,16 @@ class MixerOverride(NamedOverride):
         layout = find_layout(args, kwargs)
         if layout is None:
             return self.call_original(*args, **kwargs)
-        # With one document in each row there is nothing to keep separate.
-        if layout.num_documents == layout.rows and not self.masked:
-            args, kwargs = _without_mask(args, kwargs)
-            return self.call_original(*args, **kwargs)
-        if self.beside and self.takes_shape:
-            return self.call_original(*args, **{**kwargs, "position_ids": layout.position_ids()})
-        if self.beside and "position_ids" in kwargs:
-            kwargs["position_ids"] = None  # the model's own positions may not begin at 0
         if not self.masked:
-            args, kwargs = _without_mask(args, kwargs)
+            # The packed call's empty mask: such a module knows masks of padding only.
+            args = tuple(None if is_empty_mask(value) else value for value in args)
+            kwargs = {name: None if is_empty_mask(value) else value for name, value in kwargs.items()}
+            if layout.num_documents == layout.rows:  # there is nothing to keep separate
+                return self.call_original(*args, **kwargs)
+        elif self.beside and self.takes_shape:
+            return self.call_original(*args, **{**kwargs, "position_ids": layout.position_ids()})
+        elif self.beside and "position_ids" in kwargs:
+            kwargs["position_ids"] = None  # the model's own positions may not begin at 0
         # Inside, documents are separate or the kernels know the boundaries: modules there must find no layout.
         with packed_call(None):
             offer = () if self.masked else self._native_offer(args, kwargs, layout)
@@ -126,23 +126,18 @@ class MixerOverride(NamedOverride):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout, offer: tuple[str, ...]
     ) -> Any:
         """Run the module's own forward on the packed row, with the boundaries under these names."""
-        plain, named = _without_mask(args, kwargs)
-        named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+        named = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         boundaries = {**layout.flash_kwargs(), "cu_seqlens": layout.cu_seqlens}
-        return self.call_original(*plain, **named, **{name: boundaries[name] for name in offer})
+        return self.call_original(*args, **named, **{name: boundaries[name] for name in offer})
 
     def _native_offer(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> tuple[str, ...]:
-        """Return the names of the boundaries that this class of modules provably honours.
-
-        They are found once for each mode, by the first packed call that can show it. Kernels need a single row, so
-        calls with several rows never use them.
-        """
+        """Return the names of the boundaries that this class of modules provably honours in its mode."""
         kind = type(self.module), self.module.training  # in training mode some run another kernel
-        if layout.rows > 1 or not self.offers:
+        if layout.rows > 1 or not self.offers:  # kernels need a single row
             return ()
         if kind not in self.native:
             found = self._proven_offer(args, kwargs, layout)
-            if found is None:
+            if found is None:  # a later call may show it
                 return ()
             self.native[kind] = found
             how = "on its own kernels" if found else "document by document"
@@ -154,10 +149,9 @@ class MixerOverride(NamedOverride):
     def _proven_offer(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout
     ) -> tuple[str, ...] | None:
-        """Compare the module's own kernels with document by document on this call.
+        """Return the first names of boundaries with which the module's own kernels equal document by document.
 
-        Return the first names of boundaries that make both equal, `()` if none does, `None` if this call cannot show
-        it.
+        Return `()` if none does, `None` if this call cannot show it.
         """
         # A trial must not change the random numbers that training draws after it.
         with random_states_kept(devices_of(self.module)):
@@ -208,12 +202,6 @@ class FunctionOverride:
         # These modules may rotate query and key in float32, but backends need one dtype.
         query, key = query.to(value.dtype), key.to(value.dtype)
         return attend_packed(self.backends, query, key, value, layout, arguments).transpose(1, 2), None
-
-
-def _without_mask(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without the packed call's empty mask, for a module that knows masks of padding only."""
-    plain = tuple(None if is_empty_mask(value) else value for value in args)
-    return plain, {name: None if is_empty_mask(value) else value for name, value in kwargs.items()}
 
 
 def _first(output: Any) -> torch.Tensor:

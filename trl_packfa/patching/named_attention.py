@@ -1,12 +1,11 @@
 """The two functions behind `attn_implementation="packfa"`: attention and mask interface of a model without a patch.
 
-The mask function runs once for each kind of mask. It sees the mask of padding, the cache's lengths and, in its mask
-rule, positions that restart. The attention function runs in every layer and sees the call's keywords. Neither sees
-everything, so both must agree. A call that only one of them can see is refused.
+The mask function sees the mask of padding, the cache's lengths and, in its mask rule, positions that restart. The
+attention function sees the call's keywords. Neither sees everything, so both must agree, and a call that only one of
+them can see is refused.
 
 A packed call uses no mask and runs by the backends. Other calls run as with `sdpa`, plus the softcap and sinks that
-`sdpa` lacks. Padded rows and generation with a cache use its mask. Rows without pads run by the backends if the model
-asks for a window, softcap or sinks.
+`sdpa` lacks; rows without pads run by the backends if the model asks for a window, softcap or sinks.
 
 Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value heads, H head dim.
 """
@@ -54,7 +53,7 @@ def named_attention_forward(
     causal = options.get("is_causal")
     causal = is_causal(module) if causal is None else causal
     patch = served_patch(module.config) if causal else None
-    layout = layout_of_attention(query, key.shape[2], attention_mask, options)
+    layout = _layout_of(query, key.shape[2], attention_mask, options)
     arguments = read_options(query, options)
     if patch is not None and patch.window is not None:
         arguments = replace(arguments, sliding_window=patch.window(module))
@@ -66,12 +65,10 @@ def named_attention_forward(
     return attend_packed(CHOSEN.backends, query, key, value, layout, arguments), None
 
 
-def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """Return the documents of an attention call, `None` if it is not packed.
+def _layout_of(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """Return the documents of a call with this many keys in a row, those of a cache too; `None` if it is not packed.
 
-    The query is `(B, N, L, H)`, and `keys` is the number of keys of a row, with those of a cache. The mask is the
-    result of the mask function, and `kwargs` are the keywords that reached the attention function. Raise
-    [`InvalidLayout`] if boundaries contradict each other, or came with padding or with a filled cache.
+    Raise [`InvalidLayout`] if boundaries contradict each other, or came with padding or with a filled cache.
     """
     shape = (query.shape[0], query.shape[2])
     if shape[1] != keys:
@@ -83,14 +80,14 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
     told = _READ(query, kwargs)
     if mask is None:
         return told
-    call = getattr(mask, KEYWORD, None)
-    seen = None if call is None else call.layout
     if told is None:
         raise InvalidLayout(
             "position_ids restart, but nothing about documents reached the attention.",
             why=["this model does not pass position_ids and cu_seq_lens_q on to its attention"],
             do="Use trl_packfa.patch(model), which passes boundaries to every layer.",
         )
+    call = getattr(mask, KEYWORD, None)
+    seen = None if call is None else call.layout
     if seen is not None and seen.lengths != told.lengths:
         raise InvalidLayout(
             f"position_ids and the other boundaries disagree: lengths {list(seen.lengths)} and {list(told.lengths)}.",

@@ -23,7 +23,7 @@ from ..layout.call_checks import host_positions
 from ..patches.base import Patch
 from ..patches.registry import find_patch_for_type
 from .apply import PatchOptions, PatchState
-from .inspect import find_attention, find_backbone, inner_model, model_type, uses_interface, windows_of
+from .inspect import find_parts, inner_model, model_type, uses_interface
 from .rotary import LENGTH_DEPENDENT
 
 NAME = "packfa"
@@ -62,49 +62,44 @@ def served_patch(config: Any) -> Patch | None:
 
     Raise [`UnsupportedModel`] for any other.
     """
-    patch = find_patch_for_type(config.model_type)
-    why = _why_not_served(patch, config.model_type)
+    why = _why_not_served(config.model_type)
     if why is None:
-        return patch
-    if MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
+        return find_patch_for_type(config.model_type)
+    if MEASURED.get() or (why == _NEVER_MEASURED and _identity(config) in _PROVEN):
         return None
     raise _refusal(config.model_type, why)
 
 
 def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Raise [`UnsupportedModel`] while a causal LM of a type that is not served is built.
+    """Raise [`UnsupportedModel`] while a causal LM of a type that is not served is built: some call neither function.
 
-    Some never call one of the two functions. torch calls this whenever a module gets a submodule
-    (`register_module_module_registration_hook`).
+    torch calls this whenever a module gets a submodule (`register_module_module_registration_hook`).
     """
     if not isinstance(module, PreTrainedModel) or not isinstance(submodule, PreTrainedModel):
         return
-    if module.config is not submodule.config:
-        return  # not a model and its backbone
     config: Any = submodule.config
-    if config._attn_implementation != NAME:
-        return
-    patch = find_patch_for_type(config.model_type)
-    if patch is None and any(uses_interface(part) for part in submodule.modules()):
-        return  # never measured: refused at its first call, unless `check` proves it
-    why = _OWN_ATTENTION if patch is None else _why_not_served(patch, config.model_type)
+    if module.config is not config or config._attn_implementation != NAME:
+        return  # not a model and its backbone, or not ours
+    why = _why_not_served(config.model_type)
+    if why == _NEVER_MEASURED:
+        if any(uses_interface(part) for part in submodule.modules()):
+            return  # refused at its first call, unless `check` proves it
+        why = _OWN_ATTENTION
     if why is not None:
         raise _refusal(config.model_type, why)
 
 
 def require_served(model: nn.Module) -> None:
-    """Raise [`UnsupportedModel`] for a loaded model whose type is not served.
-
-    A type that was never measured passes: `check` decides.
-    """
+    """Raise [`UnsupportedModel`] for a loaded model whose type is not served."""
     name = inner_model(model).config.get_text_config().model_type
-    why = _why_not_served(find_patch_for_type(name), name)
-    if why is not None and why != _NEVER_MEASURED:
+    why = _why_not_served(name)
+    if why is not None and why != _NEVER_MEASURED:  # `check` decides on types that were never measured
         raise _refusal(name, why)
 
 
-def _why_not_served(patch: Patch | None, name: str) -> str | None:
+def _why_not_served(name: str) -> str | None:
     """Return why a type is not served; `None` if its patch changes only attention, through transformers' interface."""
+    patch = find_patch_for_type(name)
     if patch is None:
         return _NEVER_MEASURED
     if name in _NOT_BY_NAME:
@@ -161,17 +156,15 @@ def named_state(model: nn.Module) -> PatchState:
     name = model_type(model)
     patch = find_patch_for_type(name)
     asked = Patch(model_types=(name,), window=patch and patch.window)
-    backbone = find_backbone(model, asked)
     try:
-        attention = find_attention(backbone, asked)
-        windows = windows_of(asked, backbone, attention)
+        parts = find_parts(model, asked)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
             why=[error.what],
             do=_PATCH_IT,
         ) from error
-    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
+    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, parts)
 
 
 # The attention backends of all models that run by name.

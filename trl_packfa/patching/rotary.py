@@ -14,7 +14,7 @@ from torch import nn
 
 from ..layout.call_context import current_call, packed_call
 from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override
+from ..runtime.override import Override, forward_signature
 
 # Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.
 LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -23,8 +23,7 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 class RotaryOverride(Override):
     """Forward of a rotary embedding whose frequencies depend on the longest sequence; it runs document by document.
 
-    transformers picks long rope's factors, and dynamic NTK's base, by the largest position in the call. In a packed
-    row one long document would change the frequencies of all others.
+    transformers picks long rope's factors, and dynamic NTK's base, by the largest position in the call.
     """
 
     # It runs once per call, and the longest document decides what it does.
@@ -92,13 +91,10 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Reset a grown base by the module's own code: a call with one token at position 0 resets it."""
-    start = torch.zeros_like(kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1]
-    if "position_ids" in kwargs:
-        kwargs = {**kwargs, "position_ids": start}
-    else:
-        args = (args[0], start, *args[2:])
+    call: Any = {**dict(zip(forward_signature(module).parameters, args, strict=False)), **kwargs}
+    start = torch.zeros_like(call["position_ids"])[..., :1]
     with torch.no_grad():
-        type(module).forward(module, *args, **kwargs)
+        type(module).forward(module, **{**call, "position_ids": start})
 
 
 def depends_on_length(module: nn.Module) -> bool:

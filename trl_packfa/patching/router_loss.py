@@ -3,10 +3,8 @@
 Switch Transformers' loss (arXiv 2101.03961) is a sum over the experts: the share of tokens that go to an expert, times
 its mean probability. It is a product of two means over a padded micro-batch, so other micro-batches give another loss.
 Once the shares are known, it is linear in the probabilities. An example's part of it can then be computed wherever the
-example runs, if all examples of its padded micro-batch run at the same time.
-
-Backbones hand their router logits to this module, see `forwards.py`. TRL's own computation is switched off: it counts
-every token of a row, pads included.
+example runs, if all examples of its padded micro-batch run at the same time. TRL's own computation is switched off: it
+counts every token of a row, pads included.
 
 Shape letters: T tokens, G padded micro-batches, X experts, K experts of a token.
 """
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,30 +57,21 @@ def balances_experts(text_config: Any, coefficient: float | None) -> bool:
     return hasattr(text_config, _ASKED) and coefficient != 0.0
 
 
+@dataclass(eq=False)
 class BalancedModel:
     """A patched mixture-of-experts model whose auxiliary loss is that of the padded micro-batches.
 
     The arguments are those of [`balancing_loss`], for the tokens of all ranks together; `share` is a factor of the
     loss.
-
-    Attributes:
-        layers (`int`): how many layers of the last call had routers.
     """
 
-    layers = 0
-
-    def __init__(
-        self,
-        model: Any,
-        groups: torch.Tensor,
-        tokens: Sequence[int] | torch.Tensor,
-        *,
-        experts_per_token: int,
-        share: float = 1.0,
-        reduce: Callable[[torch.Tensor], Any] | None = None,
-    ) -> None:
-        self.model, self.groups, self.tokens = model, groups, tokens
-        self.experts_per_token, self.share, self.reduce = experts_per_token, share, reduce
+    model: Any
+    groups: torch.Tensor
+    tokens: Sequence[int] | torch.Tensor
+    experts_per_token: int
+    share: float = 1.0
+    reduce: Callable[[torch.Tensor], Any] | None = None
+    layers: int = 0  # how many layers of the last call had routers
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model's forward and set its `aux_loss`."""

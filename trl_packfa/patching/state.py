@@ -10,6 +10,7 @@ from torch import nn
 from ..attention import BackendChoice
 from ..errors import UnsupportedModel
 from ..patches.base import Patch
+from .inspect import ModelParts
 from .unpadding import Unpadding
 
 # Attribute of the backbone that holds the state.
@@ -36,22 +37,15 @@ class PatchState:
     patch: Patch
     options: PatchOptions
     backends: BackendChoice
-    attention: dict[str, nn.Module]
-    windows: tuple[int | None, ...]
-    mixers: dict[str, nn.Module] = field(default_factory=dict)
+    parts: ModelParts
+    # By class and mode, the names by which a mixer's own kernels provably honour boundaries.
     native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[Edit] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
     invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unpadding: Unpadding | None = None
-    # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
-    takes_images: bool = False
-    # The module whose padded calls run without pads: the backbone, or an encoder's stack of layers.
-    unpads: nn.Module | None = None
-    # Whether the model gets no packed rows: an encoder, a classifier, or a model without an LM head.
-    padded_only: bool = False
-    # Why packed rows of text are not exact in such a model, `None` if they are.
+    # Why packed rows of text are not exact in a model with images or sounds, `None` if they are.
     packed_refusal: str | None = None
     # Result of the proof of `unpad=True`: an `UnpaddingReport`.
     unpadding_report: Any = None
@@ -63,7 +57,7 @@ class PatchState:
         """Reason why modules beside attention need the tokens of whole documents, `None` if they do not."""
         if self.patch.rebatch:
             return "the backbone runs document by document"
-        if names := sorted({type(module).__name__ for module in self.mixers.values()}):
+        if names := sorted({type(module).__name__ for module in self.parts.mixers.values()}):
             return f"documents run one by one in {', '.join(names)}"
         return "activated LoRA begins at the last invocation of a document" if self.invocations else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -39,11 +40,7 @@ Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, An
 
 
 class Sharing:
-    """Policy for one backbone: which of its calls compute common prefixes once.
-
-    Attributes:
-        refusal (`str` or `None`): why no call of this model does so.
-    """
+    """Policy for one backbone: which of its calls compute common prefixes once. If there is a `refusal`, none does."""
 
     def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
         self.refusal, self.backbone = refusal, backbone
@@ -51,35 +48,30 @@ class Sharing:
         self._modules = 0
         self._told = False
 
-    def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
+    def rows_of(self, call: Mapping[str, Any], rows: PaddedRows) -> SharedRows | None:
         """Return the rows of a padded call with each common prefix once; `None` if nothing is shared."""
-        ids = self._comparable_ids(call, rows.shape, module, known=_COMPARED)
+        ids = self._comparable_ids(call, rows.shape, known=_COMPARED)
         return None if ids is None else shared_rows_of(rows, ids)
 
-    def documents_of(self, call: Mapping[str, Any], layout: PackedLayout, module: nn.Module) -> SharedDocuments | None:
+    def documents_of(self, call: Mapping[str, Any], layout: PackedLayout) -> SharedDocuments | None:
         """Return the documents of a packed call with each common prefix once; `None` if nothing is shared."""
-        shape = (layout.rows, layout.row_length)
-        ids = self._comparable_ids(call, shape, module, known=(*_COMPARED, *_OF_LAYOUT))
+        ids = self._comparable_ids(call, (layout.rows, layout.row_length), known=(*_COMPARED, *_OF_LAYOUT))
         if ids is None or not _count_from_zero(call.get("position_ids"), layout):
             return None
         return shared_documents_of(layout, ids)
 
     def _comparable_ids(
-        self, call: Mapping[str, Any], shape: tuple[int, int], module: nn.Module, *, known: Sequence[str]
+        self, call: Mapping[str, Any], shape: tuple[int, int], *, known: Sequence[str]
     ) -> torch.Tensor | None:
-        """Return the ids of a call `(B, L)` if equal ids mean equal results; `None` if they may not.
+        """Return the ids of a call `(B, L)` if equal ids mean equal results.
 
         They may not if positions, kinds or embeddings come with the ids, or if random numbers are drawn.
         """
         ids = call.get("input_ids")
         if self.refusal or not isinstance(ids, torch.Tensor):
             return None
-        by_token = [
-            name
-            for name, value in call.items()
-            if isinstance(value, torch.Tensor) and shape in (value.shape[:2], value.shape[1:])
-        ]
-        if any(name not in known for name in by_token):
+        tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+        if any(shape in (value.shape[:2], value.shape[1:]) for name, value in tensors.items() if name not in known):
             return None
         drawing = self._draws()
         if drawing is not None and not self._told:
@@ -87,7 +79,7 @@ class Sharing:
             logger.warning(
                 "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
                 "Set it to 0 to share them.",
-                type(module).__name__,
+                type(self.backbone).__name__,
                 drawing,
             )
         return ids if drawing is None else None
@@ -110,36 +102,31 @@ class Sharing:
         return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
 
 
+@dataclass(eq=False)
 class Unpadding:
-    """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them.
+    """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them."""
 
-    A model that `generates` may be used for decoding: a call without gradients whose config asks for a cache then gets
-    the cache and runs with its pads.
+    module: nn.Module  # the module that runs the row: the backbone, or an encoder's stack of layers
+    sharing: Sharing | None
+    # Whether the model may be used for decoding: a call without gradients whose config asks for a cache then gets the
+    # cache and runs with its pads.
+    generates: bool
+    runs_by_row: frozenset[str]  # arguments of cross-attention to images, which runs on padded rows
+    is_on: bool = True  # whether calls run without pads; off while padded calls are measured
+    takes_left: bool = True  # whether rows padded on the left run without their pads; the proof finds it
+    watch: Watch | None = None  # called for every call that runs without its pads
+    noise: EmbeddingNoise = field(default_factory=lambda: EmbeddingNoise(0.0))
+    calls: int = 0  # that ran without their pads so far
+    tokens: int = 0  # true tokens of all masks so far
+    pads: int = 0
+    documents: int = 0  # rows with tokens
+    trained: int = 0  # true tokens of calls with gradients
+    trained_documents: int = 0
+    shared: int = 0  # true tokens that were not computed, because another row has the same prefix
+    blocks: int = 0  # of tokens that saw each other in both directions, of layers with and without a window
+    _told: frozenset[str] = frozenset()
 
-    Attributes:
-        is_on (`bool`): whether calls run without pads; off while padded calls are measured.
-        sharing ([`Sharing`] or `None`): the policy that decides which rows share a prefix.
-        runs_by_row (`frozenset[str]`): arguments of cross-attention to images, which runs on padded rows.
-        calls (`int`): calls that ran without their pads so far.
-        tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
-        trained, trained_documents (`int`): true tokens and rows of calls with gradients.
-        shared (`int`): true tokens that were not computed, because another row has the same prefix.
-        blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
-        takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
-        watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
-    """
-
-    def __init__(self, sharing: Sharing | None, *, generates: bool, runs_by_row: frozenset[str]) -> None:
-        self.is_on, self.sharing, self.generates = True, sharing, generates
-        self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
-        self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0
-        self.takes_left = True
-        self.watch: Watch | None = None
-        self.noise = EmbeddingNoise(0.0)
-        self.runs_by_row = runs_by_row
-        self._told: frozenset[str] = frozenset()
-
-    def rows_of(self, call: dict[str, Any], read: dict[str, Any], module: nn.Module) -> PaddedRows | None:
+    def rows_of(self, call: dict[str, Any], read: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
 
         A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache. `read`
@@ -163,52 +150,48 @@ class Unpadding:
                     do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
                 )
             return None
-        if self._asks_for_cache(call, module):
-            if module.training and torch.is_grad_enabled():
+        if self._asks_for_cache(call):
+            if self.module.training and torch.is_grad_enabled():
                 self._tell_once(
                     "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
-                    "Set use_cache=False to train without them.",
-                    module,
+                    "Set use_cache=False to train without them."
                 )
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
             self._tell_once(
                 "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
-                "a row. Set tokenizer.padding_side='right'.",
-                module,
+                "a row. Set tokenizer.padding_side='right'."
             )
             return None
         as_rows(call, rows.shape)
         self._count(rows)
         # Equal tokens of two rows may stand for different images.
         has_images = _modalities(read) or any(read.get(name) is not None for name in self.runs_by_row)
-        shared = None if self.sharing is None or has_images else self.sharing.rows_of(call, rows, module)
+        shared = None if self.sharing is None or has_images else self.sharing.rows_of(call, rows)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared
         # A batch without pads counts as well, if a re-cut step's rows have other lengths than in the padded run.
         if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
-        # Checked last: a batch of images without pads runs as it is.
-        images = {name: value for name, value in read.items() if not _marks_tokens(value, rows)}
-        refuse_modalities(images, "a batch without its pads")
+        # Checked last: a batch of images without pads runs as it is. Bool marks of an image's tokens are converted.
+        others = {name: v for name, v in read.items() if rows.row_axis(v) != 0 or v.dtype != torch.bool}
+        refuse_modalities(others, "a batch without its pads")
         _refuse_other_rows(read, rows, self.runs_by_row)
         return rows
 
     @outside_of_graphs
-    def shared_documents_of(
-        self, call: dict[str, Any], layout: PackedLayout, module: nn.Module
-    ) -> SharedDocuments | None:
+    def shared_documents_of(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
         """Return the documents of a packed call with each common prefix once, `None` if none is shared."""
         if self.sharing is None or layout.shard is not None:  # the prefix may lie on another process
             return None
-        shared = self.sharing.documents_of(call, layout, module)
+        shared = self.sharing.documents_of(call, layout)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
         return shared
 
-    def _asks_for_cache(self, call: dict[str, Any], module: nn.Module) -> bool:
+    def _asks_for_cache(self, call: dict[str, Any]) -> bool:
         """Tell whether a call is to return a cache.
 
         A call that does not say follows its config, which asks for one by default. Training does not read the cache,
@@ -217,13 +200,12 @@ class Unpadding:
         asked = call.get("use_cache")
         if asked is not None or torch.is_grad_enabled() or not self.generates:
             return asked is True
-        return getattr(getattr(module, "config", None), "use_cache", None) is True
+        return getattr(getattr(self.module, "config", None), "use_cache", None) is True
 
-    def _tell_once(self, text: str, module: nn.Module) -> None:
-        """Log a warning about a module, each text once."""
+    def _tell_once(self, text: str) -> None:
         if text not in self._told:
             self._told |= {text}
-            logger.warning(text, type(module).__name__)
+            logger.warning(text, type(self.module).__name__)
 
     def _count(self, rows: PaddedRows) -> None:
         self.tokens += rows.num_tokens
@@ -253,23 +235,16 @@ def _modalities(call: dict[str, Any]) -> list[str]:
     return [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
 
 
-def _marks_tokens(value: Any, rows: PaddedRows) -> bool:
-    """Tell whether an argument marks tokens of the rows, as those of images: it is converted with them."""
-    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and rows.row_axis(value) == 0
-
-
 def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: frozenset[str]) -> None:
     """Raise [`PackingError`] for arguments with a part for each row that is not a part for each token.
 
-    Their rows would be mixed up. An example are the encoder states `(B, E, D)` of cross-attention. Those of
-    cross-attention to images run by row.
+    An example are the encoder states `(B, E, D)` of cross-attention. Those of cross-attention to images run by row.
     """
     count, length = rows.shape
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+    by_row = [name for name, value in tensors.items() if value.shape[0] == count and value.shape[1] != length]
     # Positions of three kinds for three rows, `(3, 3, L)`, are for each token.
-    others = {name: value for name, value in tensors.items() if rows.row_axis(value) is None}
-    others = {name: value for name, value in others.items() if name not in runs_by_row}
-    found = [name for name, value in others.items() if value.shape[0] == count and value.shape[1] != length]
+    found = [name for name in by_row if name not in runs_by_row and rows.row_axis(tensors[name]) is None]
     if found and count > 1:
         raise PackingError(
             f"a batch without its pads cannot hold {', '.join(sorted(found))}.",

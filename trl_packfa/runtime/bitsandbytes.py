@@ -8,12 +8,12 @@ patch switches the conversion off. Measurements on a model without a patch switc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from ..errors import UnsupportedModel
+from .override import attributes_set
 
 # bitsandbytes' own switch, set per module when it is built.
 SWITCH = "support_avx512bf16_for_cpu"
@@ -35,15 +35,6 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in found]
 
 
-@contextmanager
-def unconverted(model: nn.Module) -> Iterator[None]:
+def unconverted(model: nn.Module) -> AbstractContextManager[None]:
     """Keep 4-bit layers from being converted inside a `with` block."""
-    modules = convertible_modules(model)
-    try:
-        for module in modules:
-            setattr(module, SWITCH, False)
-        yield
-    finally:
-        # All of them had the switch on, as `convertible_modules` returns no others.
-        for module in modules:
-            setattr(module, SWITCH, True)
+    return attributes_set((module, SWITCH, False) for module in convertible_modules(model))

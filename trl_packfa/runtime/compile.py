@@ -1,9 +1,7 @@
 """Helpers for torch.compile: they decide what is compiled and what is not.
 
-A patched backbone is one graph for all batches. The call around it, which finds the documents, runs outside of the
-graph. Layers get the layout as an argument, and a graph reads from it sizes that may change
-(`attention/custom_op.py`). The trainer compiles layer by layer: layers of one kind share a graph, so more layers do
-not need more graphs.
+A patched backbone is one graph for all batches, and the call around it, which finds the documents, runs outside of the
+graph. The trainer compiles layer by layer: layers of one kind share a graph, so more layers do not need more graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from .override import attributes_set
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -91,36 +91,25 @@ class CompiledLayer:
         return self._call(*args, **kwargs)
 
 
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def uncompiled(model: nn.Module) -> AbstractContextManager[None]:
     """Run a compiled model without compilation inside a `with` block; parts compiled by themselves stay compiled.
 
     An example of such a part is flex_attention's kernel.
     """
-    # torch's `OptimizedModule` keeps the compiled call on the instance, as `forward`, and the model as `_orig_mod`.
-    compiled = [(part, name, vars(part)[name]) for part, name in _compiled_parts(model)]
-    for part, name, _ in compiled:
-        setattr(part, name, _own_call(part) if name == "forward" else None)
-    try:
-        yield
-    finally:
-        for part, name, call in compiled:
-            setattr(part, name, call)
+    return attributes_set(_compiled_calls(model))
 
 
 def runs_compiled(model: nn.Module) -> bool:
     """Tell whether a call of this model runs compiled graphs."""
-    return any(_compiled_parts(model))
+    return any(_compiled_calls(model))
 
 
-def _compiled_parts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules whose calls are compiled, and the attribute that holds each compiled call."""
-    if hasattr(model, "_orig_mod") and vars(model)["forward"] != _own_call(model):
-        yield model, "forward"
+def _compiled_calls(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield each module whose call is compiled, the attribute that holds that call, and its value without one."""
+    # torch's `OptimizedModule` keeps the compiled call on the instance, as `forward`, and the model as `_orig_mod`.
+    whole: Any = getattr(model, "_orig_mod", None)
+    if whole is not None and vars(model)["forward"] != whole.__call__:
+        yield model, "forward", whole.__call__
     for module in model.modules():
         if vars(module).get(CompiledLayer.SLOT) is not None:
-            yield module, CompiledLayer.SLOT
-
-
-def _own_call(model: Any) -> Any:
-    return model._orig_mod.__call__
+            yield module, CompiledLayer.SLOT, None

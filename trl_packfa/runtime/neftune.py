@@ -1,9 +1,8 @@
 """NEFTune's noise (arXiv 2310.05914), as strong as in the padded run.
 
 transformers draws it from a range that is smaller for longer rows: `alpha / sqrt(L * D)`. A packed row is longer than
-the rows that it replaces, so each example's noise is scaled by the length of its padded row. All trainers use this
-module. Rows that a trainer packs get their lengths from the trainer, padded rows without their pads get them from the
-backbone's own call.
+the rows that it replaces, so each example's noise is scaled by the length of its padded row: the trainer's, or that of
+the padded row in the backbone's call.
 
 Shape letters: B rows, L row length, D model dim.
 """

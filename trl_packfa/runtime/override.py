@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+# The value of an attribute that an object has from its class only.
+_ABSENT = object()
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -65,33 +68,25 @@ class NamedOverride(Override):
 
 
 @contextmanager
-def forwards_set(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Set forwards on these instances inside a `with` block."""
-    forwards = list(forwards)
-    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, given as (object, name, value), inside a `with` block; then objects are as they were."""
+    changes = list(changes)
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
     try:
-        for module, forward in forwards:
-            module.forward = forward
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        for module, own in before:
-            if own is None:
-                del module.forward
+        for owner, name, value in before:
+            if value is _ABSENT:
+                delattr(owner, name)
             else:
-                module.forward = own
+                setattr(owner, name, value)
 
 
-@contextmanager
-def set_inside(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside a `with` block, and set their own values again afterwards."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+def set_inside(owner: Any, **values: Any) -> AbstractContextManager[None]:
+    """Set attributes of one object inside a `with` block."""
+    return attributes_set((owner, name, value) for name, value in values.items())
 
 
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:

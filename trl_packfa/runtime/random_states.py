@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ def devices_of(module: nn.Module) -> list[torch.device]:
 
 def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Return the host's state, then those of the devices."""
-    return [torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in devices)]
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(*_index(d)) for d in devices)]
 
 
 @contextmanager
@@ -32,12 +31,7 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     finally:
         torch.set_rng_state(host)
         for device, state in zip(devices, others, strict=True):
-            _module(device).set_rng_state(state, *_index(device))
-
-
-def _module(device: torch.device) -> Any:
-    """Return the module of a kind of device: `torch.cuda`, `torch.xpu`, `torch.mps`, ..."""
-    return torch.get_device_module(device)
+            torch.get_device_module(device).set_rng_state(state, *_index(device))
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

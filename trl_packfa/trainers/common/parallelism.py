@@ -72,7 +72,8 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
         return fsdp_plugin is None or (policy is not None and policy(module))
 
     inside = {
-        name: [module for module in mixer.modules() if module is not mixer] for name, mixer in state.mixers.items()
+        name: [module for module in mixer.modules() if module is not mixer]
+        for name, mixer in state.parts.mixers.items()
     }
     uneven = sorted(name for name, modules in inside.items() if any(map(gathers, modules)))
     uneven = ["the backbone"] if state.patch.rebatch else uneven

@@ -183,7 +183,7 @@ def _require_trainer(trainer: Any) -> None:
 def _require_images(trainer: Any, model: nn.Module) -> None:
     """Refuse a model that cannot run the images of its trainer without padding."""
     state = find_state(model)
-    if state is None or state.takes_images or not _has_images(trainer):
+    if state is None or state.parts.takes_images or not _has_images(trainer):
         return
     raise UnsupportedModel(
         f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",

@@ -213,8 +213,7 @@ class _Watching:
 
     def _compare(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows) -> PaddedBatchProof:
         started, counted = time.perf_counter(), vars(self.state.unpadding).copy()
-        assert self.state.unpads is not None
-        first = compare_padded_batch(self.state.unpads, forward, call, rows)
+        first = compare_padded_batch(self.state.parts.stack, forward, call, rows)
         vars(self.state.unpadding).update(counted)
         self.run.pause(time.perf_counter() - started)
         self.run.first_calls[self.name] = first
