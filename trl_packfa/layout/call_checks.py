@@ -28,10 +28,10 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return `position_ids` as int64 of shape `(B, L)` on the host.
+    """Return `position_ids`, of four multimodal axes the text's, as int64 of shape `(B, L)` on the host.
 
-    With four multimodal axes (text, time, height, width) it returns the text's. Three axes do not count tokens, so it
-    returns `None`. Raise [`InvalidLayout`] if they are not positions of a batch of this shape.
+    Three axes do not count tokens, so the result is `None`. Raise [`InvalidLayout`] if they are not positions of a
+    batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
         return None
@@ -73,13 +73,12 @@ def refuse_contradictions(
 
 def refuse_incomplete(call: dict[str, Any]) -> None:
     """Raise [`InvalidLayout`] for boundaries without the main argument: the model would ignore them."""
-    # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document, and no boundary is
-    # lost.
-    seq_idx = call.get("seq_idx")
-    if isinstance(seq_idx, torch.Tensor) and seq_idx.dim() == 2 and seq_idx.device.type != "meta":
-        seq_idx = seq_idx if bool((seq_idx != seq_idx[:, :1]).any()) else None
-    found = {"cu_seq_lens_k": call.get("cu_seq_lens_k"), "seq_idx": seq_idx}
-    names = [name for name, value in found.items() if value is not None]
+    names = [name for name in ("cu_seq_lens_k", "seq_idx") if call.get(name) is not None]
+    numbers = call.get("seq_idx")
+    # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document.
+    is_readable = isinstance(numbers, torch.Tensor) and numbers.dim() == 2 and numbers.device.type != "meta"
+    if is_readable and not bool((numbers != numbers[:, :1]).any()):
+        names.remove("seq_idx")
     if names:
         raise InvalidLayout(
             f"{', '.join(names)} came without cu_seq_lens_q, packed_layout or position_ids that restart.",
@@ -88,10 +87,7 @@ def refuse_incomplete(call: dict[str, Any]) -> None:
 
 
 def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
-    """Raise [`InvalidLayout`] for positions that restart under a mask of padding.
-
-    transformers ignores them, and documents would see each other.
-    """
+    """Raise [`InvalidLayout`] for positions that restart under a mask of padding."""
     if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
         return
     if found := _first_restart(host, mask):
@@ -188,7 +184,7 @@ def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: b
         offsets = call.get(name)
         if not trusted or offsets is None or offsets is layout.cu_seqlens:
             continue
-        if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, trusted):
+        if isinstance(offsets, torch.Tensor) and offsets.device.type != "cpu":
             continue
         # Lengths are compared, not offsets: some collators pad `cu_seq_lens_*` to a fixed size by repeated offsets.
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
