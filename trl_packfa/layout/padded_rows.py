@@ -116,8 +116,11 @@ class PaddedRows:
         """Return the layout of the row without pads, `(1, T)`: each padded row that has tokens is a document."""
         key = ("layout", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
-            self.memo[key] = PackedLayout.from_lengths([n for n in self.lengths if n], device=device)
+            self.memo[key] = self._make_layout(device)
         return self.memo[key]
+
+    def _make_layout(self, device: torch.device) -> PackedLayout:
+        return PackedLayout.from_lengths([n for n in self.lengths if n], device=device)
 
     def index(self, device: torch.device) -> torch.Tensor:
         """Return the index of each true token among the `B * L` places, int64, shape `(T,)`."""

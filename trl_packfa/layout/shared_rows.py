@@ -48,12 +48,8 @@ class SharedRows(PaddedRows):
         document = sum(length > 0 for length in self.lengths[:row])
         return self.segments[self.documents[document][-1]] if self.lengths[row] else 0
 
-    def layout(self, device: torch.device) -> PackedLayout:
-        """Return the layout of the row without pads, `(1, T)`."""
-        key = ("layout", device, torch.is_inference_mode_enabled())
-        if key not in self.memo:
-            self.memo[key] = PackedLayout.from_lengths(self.segments, documents=self.documents, device=device)
-        return self.memo[key]
+    def _make_layout(self, device: torch.device) -> PackedLayout:
+        return PackedLayout.from_lengths(self.segments, documents=self.documents, device=device)
 
     def packed_index(self, device: torch.device) -> torch.Tensor:
         """Return the place of each of the row's tokens among the `B * L`, int64, `(T,)`."""
