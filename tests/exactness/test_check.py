@@ -11,7 +11,7 @@ from selection import exhaustive
 from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness import check_unpadding, engine, subject
+from trl_packfa.exactness import check_unpadding, engine, subject, unpadding
 from trl_packfa.exactness.compare import largest, share
 from trl_packfa.exactness.probe import Probe
 from trl_packfa.patching.apply import PatchOptions, apply_patch
@@ -178,9 +178,9 @@ def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_
         forward = found.forward._replace(difference=1e-4, allowed=1e-4 / excess)
         return found._replace(forward=forward) if len(noises) == 1 else found
 
-    drawn, before, draw, compare = [], [], engine._rounding, engine._compare
+    drawn, before, draw, compare = [], [], engine._rounding, engine.compare
     monkeypatch.setattr(engine, "_rounding", lambda *args: drawn.append(draw(*args)) or drawn[-1])
-    monkeypatch.setattr(engine, "_compare", lambda *args: before.append(len(drawn)) or compare(*args))
+    monkeypatch.setattr(unpadding, "compare", lambda *args: before.append(len(drawn)) or compare(*args))
     monkeypatch.setattr(engine, "_judged", at_first)
     model = tiny.model(layers=1)
     apply_patch(model, get_patch(model), PatchOptions(unpad=True))

@@ -3,12 +3,6 @@ does.
 
 It measures a few documents, short and long, and gives a number for each measurement. A control must fail: with the
 boundaries removed, the same measurement must show a leak, or it proves nothing.
-
-`documents` draws the documents, `probe` runs them, `scoring` runs the LM head, and `following` gives layers the same
-input. `rounding` makes the noise, and `engine` compares. `parity` and `unpadding` say what is compared, `isolation`
-measures leaks, and `report` gives the verdict. `first_batch` and `first_padded_batch` repeat the comparison on the
-first training batch, with the LM head that trains. `sharded_rows` compares a row that several processes share
-with the same row on one.
 """
 
 from .first_batch import check_batch as check_batch

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from .following import Key, Trace
+from .following import Key
 
 # Differences up to here are always allowed. In float32 packed and padded runs of 181 architectures differ by less than
 # a third of it, and faults by more than a hundred times as much. In half precision it is two last places.
@@ -26,17 +26,13 @@ GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2
 NOISE_FACTOR, _GRADIENT_NOISE_FACTOR = 4.0, 6.0
 # Very small tokens and gradients are compared with this share of the usual size instead of their own.
 _SMALL, _SMALL_GRADIENT = 1e-1, 1e-2
+_K = TypeVar("_K", str, int)
 
 
 class Finding(NamedTuple):
-    """The difference that comes nearest to its limit, or exceeds it most.
+    """The relative difference that comes nearest to its limit, or exceeds it most."""
 
-    Attributes:
-        where (`str`): the module, or the parameter.
-        difference (`float`), allowed (`float`), noise (`float`): relative.
-    """
-
-    where: str
+    where: str  # the module, or the parameter
     difference: float
     allowed: float
     noise: float
@@ -48,9 +44,9 @@ class Finding(NamedTuple):
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
-    """Return `|actual - expected| / |expected|` over the tokens of `(n, ...)`.
+    """Return `|actual - expected| / |expected|` of the tokens of `(n, ...)`, infinite if a value is not finite.
 
-    It is the root mean square over the tokens, or the median if `typical`; infinite if a value is not finite.
+    It is the root mean square over the tokens, or the median if `typical`.
     """
     actual_nD, expected_nD = actual.flatten(1).float(), expected.flatten(1).float()
     sizes_n = expected_nD.square().sum(1)
@@ -68,19 +64,6 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
     return relative_difference(actual_nV, expected_nV, typical=typical)
 
 
-def differences(
-    actual: Mapping[int, Trace], expected: Mapping[int, Trace], *, typical: bool = False
-) -> dict[tuple[Key, int], float]:
-    """Return the [`relative_difference`] of each tensor that both runs have traced, by key and number of document."""
-    return {
-        (key, document): relative_difference(value, expected[document][key], typical=typical)
-        for document, trace in actual.items()
-        for key, value in trace.items()
-        if key.kind != "routed" and value.is_floating_point()
-        if key in expected[document] and expected[document][key].shape == value.shape
-    }
-
-
 def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
 ) -> tuple[Finding, str | None]:
@@ -96,49 +79,36 @@ def worst(
     return max(findings, key=lambda finding: finding.excess), first
 
 
-def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
+def relative_gradients(names: Iterable[str], found: Sequence[float], norms: Sequence[float]) -> dict[str, float]:
     """Divide `found`, the norms of the parameters' gradient differences, by the gradients' own `norms`."""
     total = sum(norm**2 for norm in norms) ** 0.5
-    if not math.isfinite(total):  # after an overflow no difference has a meaning
-        return [math.inf] * len(norms)
+    if not math.isfinite(total):  # no difference has a meaning
+        return dict.fromkeys(names, math.inf)
     # A hundredth of the root mean square of all norms. The gradient of a bias in front of a softmax, for example, is
     # only rounding, and would be off by 100 %.
     small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
-    return [difference / max(norm, small) for difference, norm in zip(found, norms, strict=True)]
+    return {name: off / max(norm, small) for name, off, norm in zip(names, found, norms, strict=True)}
 
 
 def worst_gradient(
-    parameters: Mapping[str, int], found: Sequence[float], noise: Sequence[float], dtype: torch.dtype
+    found: Mapping[_K, float],
+    noise: Mapping[_K, float],
+    dtype: torch.dtype,
+    dimensions: Mapping[_K, int] | None = None,
 ) -> Finding:
-    """Return the parameter with the worst gradient.
+    """Return the worst gradient, by its relative difference in `found` and that from rounding in `noise`.
 
-    `parameters` maps names to numbers of dimensions. `found` are the relative differences, `noise` those that rounding
-    makes.
+    Keys are names of parameters with so many `dimensions`, or documents, for the gradients of their embeddings.
     """
-    usual, findings, floor = median(noise), [], GRADIENT_FLOORS[dtype]
-    for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
-        least = max(floor, _VECTOR_FLOOR) if dimensions < 2 and dtype.itemsize < 4 else floor
-        findings.append(_gradient_finding(name, difference, max(own, usual), least))
-    return max(findings, key=lambda finding: finding.excess)
-
-
-def _gradient_finding(name: str, difference: float, noise: float, least: float) -> Finding:
-    """Judge a gradient; no noise is allowed, and the difference is infinite, if one of them is not finite."""
-    if not (math.isfinite(noise) and math.isfinite(difference)):
-        noise, difference = 0.0, math.inf
-    return Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * noise, least), noise)
-
-
-def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: torch.dtype) -> Finding:
-    """Return the document whose embeddings have the worst gradient.
-
-    `found` are the documents' relative differences, `noise` those that rounding makes.
-    """
-    usual = median(noise.values()) if noise else 0.0
-    findings = (
-        _gradient_finding("the embeddings", difference, max(noise.get(i, 0.0), usual), GRADIENT_FLOORS[dtype])
-        for i, difference in found.items()
-    )
+    usual, findings = median(noise.values()) if noise else 0.0, []
+    for key, difference in found.items():
+        least, own = GRADIENT_FLOORS[dtype], max(noise.get(key, 0.0), usual)
+        if dimensions is not None and dimensions[key] < 2 and dtype.itemsize < 4:
+            least = max(least, _VECTOR_FLOOR)
+        if not (math.isfinite(own) and math.isfinite(difference)):  # no noise is allowed
+            own, difference = 0.0, math.inf
+        where = "the embeddings" if dimensions is None else str(key)
+        findings.append(Finding(where, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))
     return max(findings, key=lambda finding: finding.excess)
 
 

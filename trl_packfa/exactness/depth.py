@@ -1,8 +1,7 @@
 """Choose the layers that run in measurements of many arrangements.
 
-Code and settings of a layer decide whether it keeps documents apart, and a model repeats few kinds of layers. On a CPU
-a large model runs one layer of each kind in these measurements, and the other layers return their input. A few
-documents run through all layers.
+Code and settings of a layer decide whether it keeps documents apart, and a model repeats few kinds of layers. So on a
+CPU a large model runs one layer of each kind there, and the others return their input.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 def layers_to_skip(subject: Subject, run: Callable[[], object]) -> dict[str, tuple[nn.Module, bool]]:
     """Return the layers that repeat the kind of another one, by name, each with whether it returns a tuple.
 
-    The result is empty if the model is cheap to run, or its layers cannot be left out. `run` runs the model once.
+    There are none if the model is cheap to run, or its layers cannot be left out. `run` runs the model once.
     """
     model, layers = subject.model, subject.parts.layers
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -50,17 +49,11 @@ def layers_to_skip(subject: Subject, run: Callable[[], object]) -> dict[str, tup
 
 def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> AbstractContextManager[None]:
     """Make these layers return their input inside a `with` block."""
-    return attributes_set(
-        (layer, "forward", _pass_tuple if is_tuple else _pass) for layer, is_tuple in layers.values()
-    )
+    return attributes_set((layer, "forward", partial(_pass, is_tuple)) for layer, is_tuple in layers.values())
 
 
-def _pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return hidden_states
-
-
-def _pass_tuple(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return hidden_states, None
+def _pass(is_tuple: bool, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return (hidden_states, None) if is_tuple else hidden_states
 
 
 def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, bool]:

@@ -73,10 +73,9 @@ same earth, and press it down with your foot. Water it well in the first summer,
 
 
 def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, tiled: bool = False) -> tuple[int, ...]:
-    """Return the lengths `LONG`, adapted to a model.
+    """Return the lengths `LONG`, adapted to a model, and to kernels that work in tiles if `tiled`.
 
-    The longest document exceeds every sliding window that is not too wide. No document is longer than a table of
-    learned positions. `tiled` is for kernels that work in tiles.
+    The longest document exceeds every sliding window that is not too wide. None exceeds a table of learned positions.
     """
     outgrown = [window + 3 for window in windows if window and window < _WIDEST]
     wanted = [_TILED.get(i, length) if tiled else length for i, length in enumerate(LONG)]
@@ -87,11 +86,9 @@ def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, ti
 def replacements(documents: int) -> list[tuple[bool, ...]]:
     """Return for each of a few runs the documents that it replaces; the first run replaces none.
 
-    For every two documents there are two runs with the same second document, but another first one.
-
-    Each document is replaced in its own set of the later runs: for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and {1,
-    3}. No two of these sets divide the runs in the same way. So among the runs that keep the second document
-    unchanged, at least one replaces the first.
+    For every two documents there are two runs with the same second document, but another first one: each document is
+    replaced in its own set of the later runs, for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and {1, 3}, and no two
+    sets divide the runs in the same way.
     """
     # For 5 documents 2 ** 3 > 5, so there are 4 runs, and the first one replaces nothing.
     runs = next(n for n in count(2) if 2 ** (n - 1) > documents)
@@ -100,10 +97,7 @@ def replacements(documents: int) -> list[tuple[bool, ...]]:
 
 
 def alternating(documents: int) -> list[tuple[bool, ...]]:
-    """Return for each of three runs the documents that it replaces: none, those at even places, those at odd places.
-
-    This finds leaks across a boundary between neighbours.
-    """
+    """Return the documents that three runs replace to find leaks of neighbours: none, every second, the others."""
     even = tuple(place % 2 == 0 for place in range(documents))
     return [(False,) * documents, even, tuple(not replaced for replaced in even)]
 
@@ -111,11 +105,10 @@ def alternating(documents: int) -> list[tuple[bool, ...]]:
 def losses(documents: int, runs: int) -> list[list[int]]:
     """Return for each run the documents that have a loss.
 
-    For every two documents some run has a loss of the first and none of the second. Each document has a loss in its
-    own half of the runs; no such half contains another (Sperner).
+    For every two documents some run has a loss of the first and none of the second: each document has a loss in its
+    own half of the runs, and no such half contains another (Sperner).
     """
-    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}. Run 1 has a loss of document 0 and none of 1,
-    # run 2 the reverse.
+    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}.
     sets = list(islice(combinations(range(runs), runs // 2), documents))
     if len(sets) < documents:
         raise ValueError(f"{runs} runs tell {len(sets)} documents apart, not {documents}.")
@@ -123,10 +116,7 @@ def losses(documents: int, runs: int) -> list[list[int]]:
 
 
 def known_tokens(documents: Sequence[Sequence[int]] | None, processing_class: Any, vocabulary: int) -> torch.Tensor:
-    """Return token ids `(n,)` that the model was probably trained on; empty without documents and tokenizer.
-
-    They come from the user's documents, or from a text in the tokenizer's tokens.
-    """
+    """Return token ids `(n,)` of the user's documents, or of a text in the tokenizer's tokens; none without either."""
     if documents is None and processing_class is not None:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         documents = [tokenizer(_TEXT, add_special_tokens=False)["input_ids"]]
@@ -140,15 +130,15 @@ def draw_documents(
 ) -> tuple[Documents, Documents]:
     """Return documents of these lengths, and a replacement for each.
 
-    They are cut one after the other from the known tokens, which are repeated if they are too few. They are random if
-    there are no known tokens, or if replacements would equal their documents too often.
+    They are cut one after the other from the known tokens, or random if there are none, or if replacements would equal
+    their documents too often.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     # Ids begin at 1: 0 is the padding token of many models, and some embed it as zeros.
     random = torch.randint(1, vocabulary, (2, total), generator=generator)
     if len(known):
-        # A short text is repeated. If its length divides the total, each replacement would equal its document.
+        # A short text is repeated: if its length divides the total, each replacement would equal its document.
         places = torch.arange(2 * total).add(seed) % len(known)
         found = known[places].view(2, total)
         if float((found[0] != found[1]).float().mean()) >= _OTHERS:

@@ -1,33 +1,22 @@
 """Compare other ways to run the same documents with a reference: every layer forwards, every parameter backwards.
 
-One function, [`compare`], serves packed rows against documents alone (`parity.py`), and rows without pads against
-padded rows and shared prefixes against separate rows (`unpadding.py`). The limits come from rounding.
+[`compare`] serves packed rows against documents alone (`parity.py`), and rows without pads against padded rows and
+shared prefixes against separate rows (`unpadding.py`). The limits come from rounding.
 
 Each layer gets the inputs that it had in the reference, so that a difference shows in the layer that makes it. The
-reference adds its gradients (sign 1), a candidate subtracts its own (-1). The difference remains in `.grad`, and no
-second copy of the gradients is needed.
-
-Shape letters: n tokens of a document, D features, V vocabulary or labels.
+reference adds its gradients (sign 1), a candidate subtracts its own (-1): the difference remains in `.grad`, without a
+second copy of the gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from .compare import (
-    Finding,
-    differences,
-    relative_difference,
-    relative_gradients,
-    relative_logits,
-    worst,
-    worst_gradient,
-    worst_inputs,
-)
-from .following import Key, Trace
-from .probe import Run
+from .compare import Finding, relative_difference, relative_gradients, relative_logits, worst, worst_gradient
+from .following import Key, Run
+from .probe import dtype_of
 from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
@@ -37,30 +26,21 @@ _NEAR, _MORE_DRAWS = 3.0, 3
 # Share of the reference's own rounding that counts: a gradient may be off by twice as much (six times a third). The
 # false alarms that it is for were off by 0.7 and 1.7 times this rounding, half a gradient in bfloat16 by 4.3 times.
 _REFERENCE_SHARE = 1 / 3
-STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
-# Runs all documents. It gets the sign with which their gradients are added, `None` for no gradients, and the inputs
-# that each document's layers get.
-Way: TypeAlias = "Callable[[float | None, Mapping[int, Trace]], Run]"
+_STATES, _LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
+# Runs all documents. It gets the sign with which their gradients are added, `None` for no gradients, and the run whose
+# inputs the layers get.
+Way: TypeAlias = "Callable[[float | None, Run], Run]"
 
 
 class Comparison(NamedTuple):
-    """Differences between the candidates and the reference.
-
-    Attributes:
-        reference ([`Run`]): the run of the reference.
-        noise (`dict`): rounding of every layer and document.
-        forward ([`Finding`]): the worst layer or output.
-        first (`str` or `None`): the first module beyond its limit.
-        gradients ([`Finding`] or `None`): the worst parameter, or the embeddings; `None` if nothing trains.
-        where (`int`): index of the candidate with the worst layer.
-    """
+    """Differences between the candidates and the reference."""
 
     reference: Run
-    noise: Differences
-    forward: Finding
-    first: str | None
-    gradients: Finding | None
-    where: int
+    noise: Differences  # rounding of every layer and document
+    forward: Finding  # the worst layer or output
+    first: str | None  # the first module beyond its limit
+    gradients: Finding | None  # the worst parameter, or the embeddings; `None` if nothing trains
+    where: int  # index of the candidate with the worst layer
 
     @property
     def excess(self) -> float:
@@ -99,21 +79,7 @@ def compare(
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
     """
-    while True:
-        found = _compare(subject, reference, candidates, rounding or reference, others, names)
-        overflows = found.gradients is not None and not math.isfinite(found.gradients.difference)
-        if not subject.anywhere(overflows) or not subject.scale_down():
-            return found
-
-
-def _compare(
-    subject: Subject,
-    reference: Way,
-    candidates: Sequence[Way],
-    rounding: Way,
-    others: Sequence[Way],
-    names: tuple[str, str, str],
-) -> Comparison:
+    rounding = rounding or reference
     subject.begin(names[0], 0.4)
     subject.clear()
     expected, norms = reference(1.0, {}), subject.sizes()
@@ -124,12 +90,12 @@ def _compare(
         if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
             reference(1.0, {}) if copied is None else subject.put_back(copied)
-        found.append(_differences(subject, way(-1.0, expected.traces), expected))
+        found.append(_differences(subject, way(-1.0, expected), expected))
     subject.begin("what rounding alone changes", 0.15)
     noise = _rounding(subject, rounding, expected)
     subject.clear()
     subject.begin(names[2], 0.2)
-    found += [_differences(subject, way(-1.0, expected.traces), expected) for way in others]
+    found += [_differences(subject, way(-1.0, expected), expected) for way in others]
     comparison = _judged(subject, expected, norms, found, noise)
     # One draw of random last places may show less rounding than there is, and the reference may round more than the
     # way in which rounding is measured: attention of documents alone runs in another kernel. So before the model is
@@ -140,19 +106,18 @@ def _compare(
         noise = noise.or_larger(_rounding(subject, reference, expected), _REFERENCE_SHARE)
         subject.clear()
         comparison = _judged(subject, expected, norms, found, noise)
+    overflows = comparison.gradients is not None and not math.isfinite(comparison.gradients.difference)
+    if subject.anywhere(overflows) and subject.scale_down():
+        return compare(subject, reference, candidates, rounding=rounding, others=others, names=names)
     return comparison
 
 
 class _Differences(NamedTuple):
-    """Differences between two runs, and between the gradients of their parameters.
+    """Differences between two runs, and between the gradients of their parameters."""
 
-    The first two are relative: of all traced tensors, and of the gradients of each document's embeddings. The last are
-    norms, one for each parameter.
-    """
-
-    layers: Differences
-    inputs: dict[int, float]
-    gradients: list[float]
+    layers: Differences  # relative, of all traced tensors
+    inputs: dict[int, float]  # relative, of the gradients of each document's embeddings
+    gradients: list[float]  # norms, one for each parameter
 
     def or_larger(self, other: _Differences, share: float = 1.0) -> _Differences:
         """Return the larger value of both everywhere; values of the other are first multiplied by `share`."""
@@ -163,31 +128,45 @@ class _Differences(NamedTuple):
         )
 
 
-def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
-    typical = subject.chooses
-    found = differences(run.traces, expected.traces, typical=typical)
-    for document, states in run.states.items():
-        found[STATES, document] = relative_difference(states, expected.states[document], typical=typical)
-    for document, logits in run.logits.items():
-        if document in expected.logits:
+def layer_differences(run: Run, expected: Run, *, typical: bool) -> Differences:
+    """Return the [`relative_difference`] of everything that both runs have traced, and of the head's input and logits.
+
+    The last two stand behind all layers.
+    """
+    layers: Differences = {}
+    ends: Differences = {}
+    for i, own in run.items():
+        if (other := expected.get(i)) is None:
+            continue
+        for key, value in own.trace.items():
+            same = key in other.trace and other.trace[key].shape == value.shape
+            if same and key.kind != "routed" and value.is_floating_point():
+                layers[key, i] = relative_difference(value, other.trace[key], typical=typical)
+        if own.states is not None and other.states is not None:
+            ends[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
+        if own.logits is not None and other.logits is not None:
             # The softmax of a single logit has no mean to ignore.
-            relative = relative_logits if logits.shape[-1] > 1 else relative_difference
-            found[LOGITS, document] = relative(logits, expected.logits[document], typical=typical)
+            relative = relative_logits if own.logits.shape[-1] > 1 else relative_difference
+            ends[_LOGITS, i] = relative(own.logits, other.logits, typical=typical)
+    return layers | ends
+
+
+def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
     inputs = {
-        i: relative_difference(gradient, expected.inputs[i], typical=typical)
-        for i, gradient in run.inputs.items()
-        if i in expected.inputs
+        i: relative_difference(own.gradient, other, typical=subject.chooses)
+        for i, own in run.items()
+        if own.gradient is not None and (other := expected[i].gradient) is not None
     }
-    return _Differences(found, inputs, subject.norms())
+    return _Differences(layer_differences(run, expected, typical=subject.chooses), inputs, subject.norms())
 
 
 def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Differences:
     """Run twice in the way that is right, once with every value off by up to a last place."""
     subject.clear()
     with last_places_off(subject.model, by=0.0):
-        as_it_is = rounding(-1.0, expected.traces)
+        as_it_is = rounding(-1.0, expected)
     with last_places_off(subject.model):
-        rounded = rounding(1.0, expected.traces)
+        rounded = rounding(1.0, expected)
     return _differences(subject, rounded, as_it_is)
 
 
@@ -195,14 +174,15 @@ def _judged(
     subject: Subject, expected: Run, norms: list[float], found: list[_Differences], noise: _Differences
 ) -> Comparison:
     """Compare the differences of all ways with what rounding changes; `norms` are of the reference's gradients."""
-    dtype = rounding_dtype(subject.model, expected.dtype)
+    dtype = rounding_dtype(subject.model, dtype_of(expected))
     # Each way is judged by itself, as a document and layer may be wrong in only one of them.
     judged = [(*worst(apart.layers, noise.layers, dtype), where) for where, apart in enumerate(found)]
     forward, first, where = max(judged, key=lambda item: item[0].excess)
-    gradients = [worst_inputs(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
+    gradients = [worst_gradient(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
     if sum(norms):
         largest = [max(0.0, *of_ways) for of_ways in zip(*(apart.gradients for apart in found), strict=True)]
-        changed, rounded = (relative_gradients(by, norms) for by in (largest, noise.gradients))
-        gradients.append(worst_gradient(subject.dimensions, changed, rounded, dtype))
+        names = subject.dimensions
+        changed, rounded = (relative_gradients(names, by, norms) for by in (largest, noise.gradients))
+        gradients.append(worst_gradient(changed, rounded, dtype, names))
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
     return Comparison(expected, noise.layers, forward, first, gradient, where)

@@ -1,10 +1,9 @@
 """Compare the first training batch, packed, with its documents alone, and the LM head that trains with the model's.
 
-It uses the training's own data, collator, template, adapter and kernel. The check before used documents of its own,
-and took gradients from the head's input on. So the code that scores labels in training, ours or TRL's, is measured
-here, on all hidden states and labels of the batch. A head treats every token by itself, so log-probability and
-gradient of a few positions are compared. If the head's weights train, their gradient is compared, too: it is a sum
-over all positions.
+The check before used documents of its own, and took gradients from the head's input on. This one uses the training's
+data, collator, template, adapter and kernel, and the code that scores labels in training, ours or TRL's. A head treats
+every token by itself, so log-probability and gradient of a few positions are compared; and the gradient of the head's
+weights, a sum over all positions, if they train.
 
 Shape letters: B rows, L row length, n tokens of a document, P trained positions, D model dim, V vocabulary.
 """
@@ -52,18 +51,12 @@ FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.
 
 
 class HeadProof(NamedTuple):
-    """Difference between the LM head that trains and the model's own logits.
-
-    Attributes:
-        difference (`float`), allowed (`float`): relative, of the worst quantity.
-        what (`str`): name of this quantity.
-        positions (`int`): number of trained positions.
-    """
+    """Difference between the LM head that trains and the model's own logits, for the worst quantity."""
 
     difference: float
     allowed: float
-    what: str
-    positions: int
+    what: str  # name of this quantity
+    positions: int  # number of trained positions
 
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] with the numbers if the head computes another loss."""
@@ -79,18 +72,12 @@ class HeadProof(NamedTuple):
 
 
 class BatchProof(NamedTuple):
-    """Difference between the trained tokens' log-probabilities, packed, and those of the documents alone.
+    """Difference between the trained tokens' log-probabilities, packed, and those of the documents alone."""
 
-    Attributes:
-        difference (`float`), allowed (`float`): in nats, of the median token of the worst document.
-        tokens (`int`): length of that document, 0 if all documents were taken together.
-        head ([`HeadProof`] or `None`): proof of the LM head that trains, on the whole batch.
-    """
-
-    difference: float
+    difference: float  # in nats, of the median token of the worst document
     allowed: float
-    tokens: int
-    head: HeadProof | None = None
+    tokens: int  # length of that document, 0 if all documents were taken together
+    head: HeadProof | None = None  # proof of the LM head that trains, on the whole batch
 
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] with the numbers if the first batch is not exact."""
@@ -131,7 +118,7 @@ def check_batch(
     called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
         with _outputs_of(inner_model(model).base_model) as outputs:
-            packed = log_probs_of(model, batch, called)
+            packed = trained_outputs(model, batch, called).log_probs
         part = batch if group is None else shard_batch(batch, group)
         head = _check_head(model, part, outputs[0]) if outputs else None
         # TRL's log-probabilities `(B, L - 1)` begin with the second token. One column is added in front, so that place
@@ -161,36 +148,34 @@ def _choose(trained: Sequence[int]) -> list[int]:
 
 def _alone(model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int) -> torch.Tensor:
     """Return the log-probabilities `(n - 1,)` of the labels of a document, or of its first `most` tokens, alone."""
-    start = sum(layout.lengths[:document])
-    stop = start + min(layout.lengths[document], most)
+    shape = (layout.rows, layout.row_length)
     call = {
-        name: value.flatten(0, 1)[start:stop][None]
+        name: layout.split(value)[document][None, :most]
         for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.shape[:2] == batch["input_ids"].shape[:2]
+        # Without positions the model counts them from 0, as in padded training.
+        if name not in (*BOUNDARIES, "position_ids") and isinstance(value, torch.Tensor) and value.shape[:2] == shape
     }
-    # Without positions the model counts them from 0, as in padded training.
-    call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
-    return log_probs_of(model, call, model)[0]
+    return trained_outputs(model, call, model).log_probs[0]
 
 
-def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:
-    """Return the log-probabilities `(B, L - 1)` of a call of `called`, a way to run the model; 0 if untrained."""
+def trained_outputs(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> Any:
+    """Return the outputs of a call of `called`, a way to run the model, as in TRL's training.
+
+    Their `log_probs` `(B, L - 1)` are 0 at untrained labels. Logits `(B, L, V)` of a batch may not fit into memory.
+    """
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
-    # The same call as in TRL's training. Logits `(B, L, V)` of a whole batch may not fit into memory.
-    return called(**call, fused_lm_head=True, use_cache=False, **options).log_probs
+    return called(**call, fused_lm_head=True, use_cache=False, **options)
 
 
 def _worst(
     found: Sequence[torch.Tensor], noise: Sequence[torch.Tensor], lengths: Sequence[int], floor: float
 ) -> BatchProof | None:
-    """Return the proof with the largest share of its limit: of a document's median token, or of all tokens together.
-
-    A document without a measured noise uses the usual noise.
-    """
+    """Return the proof nearest to its limit, or beyond it: of a document's median token, or of all tokens together."""
     together, usual_noise = torch.cat(list(found)), torch.cat(list(noise))
     if not len(together):
         return None
     usual = float(usual_noise.median()) if len(usual_noise) else 0.0
+    # A document without a measured noise uses the usual noise.
     own = [float(each.median()) if len(each) else usual for each in noise] + [usual] * (len(found) - len(noise))
     proofs = []
     for difference, rounding, tokens in [(together, usual, 0), *zip(found, own, lengths, strict=True)]:
@@ -227,7 +212,6 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
     trained = (labels.flatten() != -100).nonzero()[:, 0]
     if not len(trained):
         return None
-    options = {**router_loss.without(inner.config.get_text_config()), "use_cache": False}
     leaf = states.detach().requires_grad_(True)
     params = [leaf, *(weight for weight in weights if weight.requires_grad)]
 
@@ -236,7 +220,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
 
     assert scorer.head is not None
     with torch.enable_grad(), set_inside(inner.base_model, forward=given), _outputs_of(scorer.head) as outcome:
-        found = model(**batch, fused_lm_head=True, **options)
+        found = trained_outputs(model, batch, model)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
         # The gradient of the weights is a sum over all positions. If they do not train, a few positions are enough.
@@ -254,15 +238,12 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
             log_probs[part] = own.detach()
     scored = nn.functional.pad(found.log_probs.detach(), (0, labels.shape[1] - found.log_probs.shape[1])).flatten()
     at_samples = [gradient.flatten(0, 1)[samples] for gradient in (by_head[0], expected[0])]
+    loss = float(found.loss)
     differences = {
         "the gradient of the hidden states": relative_difference(*at_samples),
-        "the gradient of its weights": max(
-            (_off(one, other) for one, other in zip(by_head[1:], expected[1:], strict=True)), default=0.0
-        ),
+        "the gradient of its weights": max(map(_off, by_head[1:], expected[1:]), default=0.0),
         "the log-probability": _off(scored[samples], log_probs[samples]),
-        "the loss": nan_as_inf(
-            abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0)
-        ),
+        "the loss": nan_as_inf(abs(loss + float(scored[trained].mean())) / max(abs(loss), 1.0)),
     }
     what = max(differences, key=lambda name: differences[name])
     # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.

@@ -28,16 +28,11 @@ _FEW = 8
 
 
 class PaddedBatchProof(NamedTuple):
-    """The difference between hidden states of the first batch's rows and of the rows run alone.
+    """The difference between hidden states of the first batch's rows and of the rows run alone."""
 
-    Attributes:
-        difference (`float`), allowed (`float`): relative, for the typical token of the worst row.
-        tokens (`int`): number of tokens of that row.
-    """
-
-    difference: float
+    difference: float  # relative, for the typical token of the worst row
     allowed: float
-    tokens: int
+    tokens: int  # number of tokens of that row
 
     def require_exact(self, name: str) -> None:
         """Raise [`ContaminationError`] with the model and the numbers if the difference is too large."""
@@ -57,8 +52,7 @@ class PaddedBatchProof(NamedTuple):
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
     """Raise [`ContaminationError`] in the backward if a loss depends on hidden states `(B, L, D)` at pads.
 
-    These states are zeros where the model runs without pads. `name` is that of the model and its trainer, for the
-    error.
+    These states are zeros where the model runs without pads. `name` is for the error.
     """
 
     def look(gradient: torch.Tensor) -> None:

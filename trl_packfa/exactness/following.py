@@ -1,9 +1,9 @@
 """Trace documents through a model, layer by layer, and give every layer the same input as in another run.
 
-A document alone and the same document packed are rounded differently, and a deep model in half precision amplifies the
-difference. After thirty layers the hidden states of two exact runs may differ widely. So each layer is measured by
-itself. In the packed run a layer gets the input that it had when the document ran alone, and its output differs by the
-rounding of one layer. Gradients flow as if no input had been replaced.
+A document alone and packed is rounded differently, and a deep model in half precision amplifies that: after thirty
+layers the hidden states of two exact runs may differ widely. So in the packed run each layer gets the input that it
+had when the document ran alone, and its output differs by the rounding of one layer. Gradients flow as if no input had
+been replaced.
 
 Shape letters: B rows, L row length, S documents, n tokens of one of them.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -23,26 +23,51 @@ from torch.autograd import Function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..patching.apply import PatchState
+from .documents import Documents
 
 _ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)
 _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
 
 
 class Key(NamedTuple):
-    """Name of a traced tensor.
+    """Name of a traced tensor."""
 
-    The kind is `entered` for the input of a layer or router, `left` for the output of a token mixer, and `routed` for
-    the output of a router. The others are the module's name, the number of its call in this forward, and the index of
-    its tensor.
-    """
-
-    kind: str
+    kind: str  # `entered`: input of a layer or router; `left`: output of a token mixer; `routed`: of a router
     module: str
-    call: int
+    call: int  # number of the module's call in this forward
     tensor: int = 0
 
 
 Trace: TypeAlias = "dict[Key, torch.Tensor]"
+
+
+class Result(NamedTuple):
+    """Result of one document in one run."""
+
+    states: torch.Tensor | None  # the LM head's input `(n, D)`; `None` if the model has no such head
+    # Logits `(k, V)` of the scored positions, if any. Without an LM head the model's result, `(n, V)` or `(1, V)`.
+    logits: torch.Tensor | None
+    gradient: torch.Tensor | None = None  # of the embeddings, `(n, D)`, if it was taken
+    trace: Trace = {}
+
+    def detached(self) -> Result:
+        """Return states and logits without their graph."""
+        states, logits = (None if part is None else part.detach() for part in self[:2])
+        return Result(states, logits)
+
+    @property
+    def tensors(self) -> Documents:
+        """Logits and states, if there are any."""
+        return [tensor for tensor in (self.logits, self.states) if tensor is not None]
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The LM head's input, or the result of a model without such a head."""
+        return self.tensors[-1]
+
+
+# The results of one run by the number of the document.
+Run: TypeAlias = dict[int, Result]
 
 
 class Parts(NamedTuple):
@@ -96,19 +121,14 @@ class _HandOver(Function):
 class Following:
     """One forward whose documents are traced.
 
-    Args:
-        places (`Sequence[torch.Tensor]`), shape (`tuple[int, int]`):
-            For each document the numbers `(n,)` of its tokens among the `B * L` of the call, and `(B, L)`.
-        handed (`Sequence[Trace | None]`):
-            For each document the inputs that replace those of its layers and routers, `None` to replace none.
-
-    Attributes:
-        traces (`list[Trace]`): for each document the layers' own inputs, and the outputs of mixers and routers.
+    `places` maps each document to the numbers `(n,)` of its tokens among the `B * L` of a call of this `shape`. The
+    inputs in `handed` replace those of its layers and routers. `traces` get the layers' own inputs, and the outputs of
+    mixers and routers.
     """
 
-    def __init__(self, places: Sequence[torch.Tensor], shape: tuple[int, int], handed: Sequence[Trace | None]) -> None:
+    def __init__(self, places: Mapping[int, torch.Tensor], shape: tuple[int, int], handed: Run) -> None:
         self.places, self.shape, self.handed = places, shape, handed
-        self.traces: list[Trace] = [{} for _ in places]
+        self.traces: dict[int, Trace] = {document: {} for document in places}
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
@@ -160,12 +180,13 @@ class Following:
         """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`, and replace its inputs."""
         flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):
+        for document, place in self.places.items():
             # Indexing makes a copy, so a trace does not keep the whole batch in memory.
-            trace[key] = flat.detach()[place]
+            own = self.traces[document][key] = flat.detach()[place]
             # A mixer's output is only compared, never replaced: a replaced output would hide its error.
-            value = None if given is None or key.kind == "left" else given.get(key)
-            if value is not None and value.shape == trace[key].shape:
+            given = self.handed.get(document)
+            value = None if given is None or key.kind == "left" else given.trace.get(key)
+            if value is not None and value.shape == own.shape:
                 found.append((place, value.to(flat.dtype)))
         if not found:
             return tensor

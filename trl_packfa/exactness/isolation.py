@@ -1,8 +1,8 @@
 """Measure whether a document sees another one.
 
-In the forward pass some documents are replaced, and the others must not change by one bit. In the backward pass some
-documents have a loss, and the others must get no gradient at all. Two runs ([`replacements`]) and one loss
-([`losses`]) tell every two documents apart, in both directions.
+Some documents are replaced, and the others must not change by one bit; some documents have a loss, and the others must
+get no gradient at all. Two runs ([`replacements`]) and one loss ([`losses`]) tell every two documents apart, in both
+directions.
 
 Some kernels of accelerators give other bits in every run of the same tokens. So a change counts as a leak only if it
 is larger than the changes between repeated runs, and those must be no larger than rounding.
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, compress
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import FLOORS, differences, largest, relative_difference, relative_logits, share, worst
-from .documents import Documents, alternating, losses, replacements
-from .engine import LOGITS, STATES, Differences
-from .following import Trace
+from .compare import FLOORS, largest, relative_difference, share, worst
+from .documents import alternating, losses, replacements
+from .engine import Differences, layer_differences
+from .following import Result, Run
 from .parity import run_packed
-from .probe import Arrangement, Probe
+from .probe import Arrangement, Probe, dtype_of, take_gradients
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -32,23 +32,15 @@ Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 
 
 class Isolation(NamedTuple):
-    """Changes that must not happen.
+    """Changes that must not happen."""
 
-    Attributes:
-        forward (`float`): change of the LM head's input for documents that stay, in units of `scale`; with experts,
-        the part that regrouping does not explain.
-        regrouped (`float`): change from grouping tokens by expert, which rounds sums in another way.
-        unsteady (`float`): change between repeated runs of the same tokens.
-        gradients (`float` or `None`): gradient of embeddings without a loss, in standard deviations of those with one.
-        which (`tuple`): the documents that were replaced in the two runs with the largest change between them.
-        where ([`Arrangement`]): the arrangement in which they were packed.
-    """
-
+    # Change of the LM head's input for documents that stay, in units of `scale`; with experts, the part that grouping
+    # tokens by expert, which rounds sums in another way, does not explain.
     forward: float
-    regrouped: float
-    unsteady: float
-    gradients: float | None
-    which: Replaced
+    regrouped: float  # with experts, the whole change
+    unsteady: float  # change between repeated runs of the same tokens
+    gradients: float | None  # of embeddings without a loss, in standard deviations of those with one
+    which: Replaced  # by the two runs with the largest change between them
     where: Arrangement
 
 
@@ -57,36 +49,36 @@ def measure_isolation(
 ) -> Isolation:
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
-    `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` only
-    documents at an even place are told apart from those at an odd one, not every two.
+    `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` not
+    every two documents are told apart, only neighbours.
     """
     subject, documents = probe.subject, arrangement.documents
-    everything = range(len(documents))
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
-    trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
+    trained = [[documents[i] for i in own] for own in losses(len(documents), len(runs))] if backward else []
     # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
     regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
-    def run(number: int) -> tuple[Documents, Documents | None]:
+    def run(number: int) -> Run:
         tokens = probe.replaced(documents, runs[number])
         if not backward:
             with torch.no_grad():
-                return [*probe.packed(arrangement, tokens).states.values()], None
+                return probe.packed(arrangement, tokens)
         with subject.frozen(), probe.embedded() as embedded:
             found = probe.packed(arrangement, tokens)
-            probe.backward(found, [documents[i] for i in trained[number]], scale=subject.loss_scale)
-        return [states.detach() for states in found.states.values()], arrangement.gradients(embedded)
+            take_gradients(probe.losses({i: found[i] for i in trained[number]}), subject.loss_scale)
+        return arrangement.with_gradients({i: own.detached() for i, own in found.items()}, embedded)
 
     for number, which in enumerate(runs):
-        states, gradients = run(number)
-        # These documents ran before with the same tokens, while others were replaced. They must give the same bits.
-        stay = [i for i in everything if (i, which[i]) in met]
-        off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
+        found = run(number)
+        # `stay` ran before with the same tokens, while other documents were replaced. They must give the same bits.
+        cases = list(zip(documents, which, strict=True))
+        stay = {i: (met[i, replaced], found[i].output) for i, replaced in cases if (i, replaced) in met}
+        off = [(share(largest([now], [before]), scale), since) for (before, since), now in stay.values()]
         moved, since = max(off, default=(0.0, 0))
-        for i in everything:
-            met.setdefault((i, which[i]), (states[i], number))
+        for i, replaced in cases:
+            met.setdefault((i, replaced), (found[i].output, number))
         if regrouping is not None:
             unexplained = regrouping.measure(which)
             if not _is_steady(probe.device) and subject.anywhere(unexplained > 0):
@@ -95,48 +87,47 @@ def measure_isolation(
             # Each rank must call `anywhere` equally often, so all of them ask together.
             moved = unexplained if subject.anywhere(moved > 0) else moved
         elif not _is_steady(probe.device) and subject.anywhere(not moved <= 0):
-            kept = [(met[i, which[i]], states[i]) for i in stay]
-            moved, varied = (share(found, scale) for found in _repeated(subject, kept, stay, number, run))
+            moved, varied = (share(size, scale) for size in _repeated(subject, stay, number, run))
             unsteady = max(unsteady, varied)
         # Written so that it is true for NaN as well.
         if not moved <= worst_moved:
             worst_moved, worst_runs = moved, (runs[since], which)
-        if gradients is not None:
+        gradients = {i: own.gradient for i, own in found.items() if own.gradient is not None}
+        if gradients:
             usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
-            others = [gradients[i] for i in everything if i not in trained[number]]
+            others = [gradient for i, gradient in gradients.items() if i not in trained[number]]
             # Multiplied by 0 instead of zeros, so that NaN stays NaN and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
     return Isolation(worst_moved, regrouped, unsteady, leaked, worst_runs, arrangement)
 
 
 def _is_steady(device: torch.device) -> bool:
-    """Tell whether all kernels of a device give the same bits in every run of the same tokens."""
-    return device.type == "cpu"
+    return device.type == "cpu"  # all its kernels give the same bits in every run of the same tokens
 
 
 def _repeated(
     subject: Subject,
-    pairs: Sequence[tuple[tuple[torch.Tensor, int], torch.Tensor]],
-    places: Sequence[int],
+    stay: dict[int, tuple[tuple[torch.Tensor, int], torch.Tensor]],
     number: int,
-    run: Callable[[int], tuple[Documents, Documents | None]],
+    run: Callable[[int], Run],
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
-    `pairs` holds for each document that stays its output in an earlier run, with the number of that run, and its
-    output now; `places` its place. `number` is that of this run, and `run` repeats a run by its number.
+    `stay` holds for each document that stays its output in an earlier run, with the number of that run, and its output
+    in run `number`.
     """
     # All ranks take part in every run, so they repeat the same ones.
-    numbers = sorted({since for (_, since), _ in pairs} | {number})
-    again = {i: [run(i)[0] for _ in range(_REPEATS)] for i in numbers}
-    moved, varied, dtype = 0.0, 0.0, rounding_dtype(subject.model, pairs[0][1].dtype)
-    for place, ((before, since), now) in zip(places, pairs, strict=True):
+    numbers = sorted({since for (_, since), _ in stay.values()} | {number})
+    again = {i: [run(i) for _ in range(_REPEATS)] for i in numbers}
+    moved, varied = 0.0, 0.0
+    for document, ((before, since), now) in stay.items():
         both = ((before, since), (now, number))
-        earlier, later = ([first, *(states[place] for states in again[i])] for first, i in both)
+        earlier, later = ([first, *(found[document].output for found in again[i])] for first, i in both)
         between = min(largest([a], [b]) for a in earlier for b in later)
         within = max(largest([a], [b]) for group in (earlier, later) for a, b in combinations(group, 2))
         # Not the measured noise, as it was measured with the same kernels. Written so that a NaN stays a leak.
-        is_rounding = relative_difference(now, before, typical=subject.chooses) <= FLOORS[dtype]
+        floor = FLOORS[rounding_dtype(subject.model, now.dtype)]
+        is_rounding = relative_difference(now, before, typical=subject.chooses) <= floor
         if not (between <= within and is_rounding):
             moved = max(moved, between, 0.0 if is_rounding else largest([now], [before]))
         varied = max(varied, within)
@@ -144,7 +135,7 @@ def _repeated(
 
 
 class _Regrouping:
-    """Search for changes that regrouping tokens does not explain, usually grouping by expert.
+    """Search for changes that regrouping tokens, usually by expert, does not explain.
 
     Each layer gets the same input as in an earlier run of the document. Its token mixer, which comes before the
     experts, must give the same bits again. The layer's output may differ by rounding.
@@ -152,7 +143,7 @@ class _Regrouping:
 
     def __init__(self, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
         self.subject, self.probe, self.arrangement, self.noise = probe.subject, probe, arrangement, noise
-        self.met: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None, Trace]] = {}
+        self.met: dict[tuple[int, bool], Result] = {}
 
     @torch.no_grad()
     def measure(self, which: Sequence[bool]) -> float:
@@ -160,26 +151,21 @@ class _Regrouping:
         documents = self.arrangement.documents
         numbered = list(zip(documents, which, strict=True))
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
-        handed = {i: trace for i, (_, _, trace) in before.items()}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.probe, self.arrangement, None, handed, tokens=tokens)
+        run = run_packed(self.probe, self.arrangement, None, before, tokens=tokens)
         for i, replaced in numbered:
-            self.met.setdefault((i, replaced), (run.states[i], run.logits.get(i), run.traces[i]))
+            self.met.setdefault((i, replaced), run[i])
         if not before:
             return 0.0
-        moved, typical = 0.0, self.subject.chooses
-        found = differences({i: run.traces[i] for i in before}, handed, typical=typical)
-        for i, (states, logits, trace) in before.items():
-            after = run.traces[i]
-            for key in trace:
-                if key.kind == "left" and key in after and trace[key].shape == after[key].shape:
-                    usual = float(trace[key].float().square().mean().sqrt()) or 1.0
-                    moved = max(moved, largest([after[key]], [trace[key]]) / usual)
-            found[STATES, i] = relative_difference(run.states[i], states, typical=typical)
-            if logits is not None:
-                found[LOGITS, i] = relative_logits(run.logits[i], logits, typical=typical)
-        dtype = rounding_dtype(self.subject.model, run.dtype)
-        beyond, _ = worst(found, self.noise, dtype)
+        moved = 0.0
+        for i, own in before.items():
+            after = run[i].trace
+            for key, value in own.trace.items():
+                if key.kind == "left" and key in after and value.shape == after[key].shape:
+                    usual = float(value.float().square().mean().sqrt()) or 1.0
+                    moved = max(moved, largest([after[key]], [value]) / usual)
+        found = layer_differences(run, before, typical=self.subject.chooses)
+        beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run)))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 
@@ -191,13 +177,14 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
     positions that restart are left out by default, as transformers reads boundaries from them.
     """
     which = replacements(len(probe.lengths))[1]
-    before, after = (
-        probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), told=told).logits
+    runs = (
+        probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), told=told)
         for replaced in ((False,) * len(which), which)
     )
-    stay = [i for i, replaced in enumerate(which) if not replaced]
-    scale = float(torch.cat([logits.float() for logits in before.values()]).std())
-    return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
+    before, after = ([own.logits for own in run.values() if own.logits is not None] for run in runs)
+    scale = float(torch.cat(before).float().std())
+    stay = [not replaced for replaced in which]
+    return share(largest(compress(after, stay), compress(before, stay)), scale)
 
 
 @torch.no_grad()

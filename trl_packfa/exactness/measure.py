@@ -27,7 +27,7 @@ from .depth import layers_to_skip, skipping
 from .documents import LONG_ROWS, SEVERAL_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
 from .parity import first_difference, measure_parity
-from .probe import Collator, Probe, vocabulary_of
+from .probe import Collator, Probe, dtype_of, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .report import ExactnessReport
@@ -46,10 +46,10 @@ def check(
 ) -> ExactnessReport:
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
-    The model must be patched, or loaded with `attn_implementation="packfa"`. A model of the second kind that is exact
-    is then trusted in this process. The check runs in training mode without dropout. If evaluation mode computes
-    something else, it runs in evaluation mode, too. It runs about six thousand tokens forwards. Modes, gradients,
-    caches and random state are left as they were. Run it under the autocast that training will use.
+    The model must be patched, or loaded with `attn_implementation="packfa"`; one of the second kind that is exact is
+    then trusted in this process. The check runs about six thousand tokens, in training mode without dropout, and in
+    evaluation mode, too, if that computes something else. Modes, gradients, caches and random state are left as they
+    were. Run it under the autocast that training will use.
 
     Args:
         model (`torch.nn.Module`):
@@ -170,8 +170,7 @@ def _short_probe(subject: Subject, collator: Collator, drawn: tuple[Documents, D
 
 
 def _has_tiles(device: torch.device) -> bool:
-    """Tell whether attention runs in tiles of 64 to 128 tokens on a device, as the kernels of accelerators do."""
-    return device.type != "cpu"
+    return device.type != "cpu"  # kernels of accelerators work in tiles of 64 to 128 tokens
 
 
 def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
@@ -183,14 +182,13 @@ def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
         few = measure_parity(short, [short.row])
         with skipping(kinds.skipped):
             many = measure_parity(long, trained, shapes)
-    scale = float(torch.cat([states.float() for states in few.reference.states.values()]).std())
+    scale = float(torch.cat([own.output.float() for own in few.reference.values()]).std())
     whole.begin("whether documents see each other", 0.1)
     isolations = [(measure_isolation(short, short.row, few.noise, scale, backward=True), short)]
     with skipping(kinds.skipped):
-        # Gradients of one row were measured above, those of several rows are measured here. For the other arrangements
-        # they were compared with the gradients of the documents alone. With experts, other tokens change how sums are
-        # rounded, and each run needs a second one to explain this. So most arrangements are only compared, not
-        # measured here.
+        # Gradients of one row were measured above, those of several rows are measured here; in other arrangements they
+        # were compared with those of the documents alone. With experts each run needs a second one, which explains how
+        # other tokens change the rounding of sums, so most arrangements are only compared.
         neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
         rows = long.arranged(SHAPES[SEVERAL_ROWS])
         for shape in (*neighbours, rows, long.row):
@@ -213,7 +211,8 @@ def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
     if whole.anywhere(leaking.forward > 0):
         with skipping(leaky.subject.skipped):
             leak = first_leak(leaky, leaking)
-    dtype, rounding = (find(whole.model, few.reference.dtype) for find in (compute_dtype, rounding_dtype))
+    runs = (few.reference, many.reference)
+    dtype, rounding = (find(whole.model, dtype_of(few.reference)) for find in (compute_dtype, rounding_dtype))
     return ExactnessReport(
         dtype=str(dtype).removeprefix("torch.") + (" with TF32 products" if dtype is not rounding else ""),
         lengths=long.lengths,
@@ -232,7 +231,7 @@ def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
         first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
         loss=short.loss_difference(),
         control=measure_control(short),
-        is_finite=all(bool(values.isfinite().all()) for found in (few, many) for values in found.reference.tensors),
+        is_finite=all(bool(values.isfinite().all()) for run in runs for own in run.values() for values in own.tensors),
         first_leak=leak,
         mode=mode,
     )
@@ -252,7 +251,7 @@ def _draws_random_numbers(probe: Probe) -> bool:
 @torch.no_grad()
 def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
-    return probe.packed(probe.row).tensors
+    return [tensor for own in probe.packed(probe.row).values() for tensor in own.tensors]
 
 
 def _training(model: nn.Module) -> str:

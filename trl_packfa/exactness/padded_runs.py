@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, T tokens of a row without pads, n tokens of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from ..patching.inspect import find_backbone, forward_takes, inner_model, max_po
 from ..runtime.override import set_inside
 from .compare import relative_difference
 from .documents import Documents
-from .following import Following, Trace
-from .probe import Run
+from .following import Following, Result, Run
+from .probe import traced
 from .scoring import Scorer, is_multiple_choice
 from .subject import Subject, device_of
 
@@ -68,21 +68,17 @@ class PaddedProbe:
 
         Molmo 2 needs some in training, also without images. Raise [`UnsupportedModel`] if the model's code needs more.
         """
-        ids = self.tokens[0]
         first: Exception | None = None
         for name in (None, *names):
-            call = {"input_ids": ids} if name is None else {"input_ids": ids, name: torch.zeros_like(ids)}
+            self.types = {} if name is None else {name: [torch.zeros_like(own) for own in self.tokens]}
             try:
                 with set_inside(self.unpadding, is_on=False):
-                    batch = {key: value[None].to(self.device) for key, value in call.items()}
-                    self.score(batch, (1, len(ids)), torch.tensor([0]))
+                    self.score(self._call_of(0), (1, len(self.tokens[0])), torch.tensor([0]))
+                return
             except Exception as error:  # the model's own code may raise anything
                 if isinstance(error, PackingError) or is_out_of_memory(error):
                     raise
                 first = first or error
-                continue
-            self.types = {} if name is None else {name: [torch.zeros_like(own) for own in self.tokens]}
-            return
         assert first is not None
         code, said = type(inner_model(self.model)).__name__, first_line(first).rstrip(".")
         raise UnsupportedModel(
@@ -119,6 +115,10 @@ class PaddedProbe:
         """Return the places of the documents, padded on the `left` or on the right."""
         return rows_of_lengths([len(ids) for ids in self.tokens], self.width, left=left)
 
+    def _call_of(self, document: int) -> dict[str, Any]:
+        own = {"input_ids": self.tokens[document], **{name: types[document] for name, types in self.types.items()}}
+        return {name: value[None].to(self.device) for name, value in own.items()}
+
     def batch(self, rows: PaddedRows, *, masked: bool = True) -> dict[str, Any]:
         """Return the padded batch, as a collator makes it."""
         mask = rows.put_back(torch.ones(1, rows.num_tokens, dtype=torch.long))
@@ -132,7 +132,7 @@ class PaddedProbe:
         call: dict[str, Any],
         rows: PaddedRows,
         sign: float | None = None,
-        handed: Mapping[int, Trace] | None = None,
+        handed: Run | None = None,
         *,
         unpad: bool,
         shared: bool = False,
@@ -141,73 +141,70 @@ class PaddedProbe:
 
         With `shared` rows compute common prefixes once. `handed` replaces the inputs of layers.
         """
-        padded = list(rows.index(torch.device("cpu")).split(list(rows.lengths)))
         # For lengths (2, 1) in rows of 3, padded on the left, the places are [1, 2] and [5]; without pads [0, 1] and
         # [2].
-        places, shape = padded, rows.shape
+        index, shape = rows.index(torch.device("cpu")), rows.shape
+        padded = dict(enumerate(index.split(list(rows.lengths))))
         if unpad:
             known = share(rows, call["input_ids"]) if shared else None
             gather = None if known is None else known.layout(torch.device("cpu")).sequence_gather
             index = torch.arange(rows.num_tokens) if gather is None else gather.index
-            places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
-        following = Following(places, shape, [(handed or {}).get(i) for i in range(len(places))])
+            shape = (1, (known or rows).num_packed)
+        following = Following(dict(enumerate(index.split(list(rows.lengths)))), shape, handed or {})
         with set_inside(self.unpadding, is_on=unpad, sharing=self.unpadding.sharing if shared else None):
             return self._run(call, rows.shape, padded, following, sign)
 
-    def alone(self, sign: float | None, handed: Mapping[int, Trace]) -> Run:
+    def alone(self, sign: float | None, handed: Run) -> Run:
         """Run each document by itself, with the options of [`PaddedProbe.run`]."""
-        found = Run({}, {}, {}, {})
+        found: Run = {}
         for i, tokens in enumerate(self.tokens):
-            own = {name: types[i] for name, types in self.types.items()}
-            call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
-            shape, places = (1, len(tokens)), [torch.arange(len(tokens))]
-            following = Following(places, shape, [handed.get(i)])
-            found.add(self._run(call, shape, places, following, sign, first=i))
+            shape, places = (1, len(tokens)), {i: torch.arange(len(tokens))}
+            found |= self._run(self._call_of(i), shape, places, Following(places, shape, handed), sign)
         return found
 
     def _run(
         self,
         call: dict[str, Any],
         shape: tuple[int, int],
-        places: list[torch.Tensor],
+        places: dict[int, torch.Tensor],
         following: Following,
         sign: float | None,
-        first: int = 0,
     ) -> Run:
-        """Run the documents from number `first` on, whose tokens have these places among the `B * L` of the call."""
-        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts):
-            states, logits = self.score(call, shape, places[-1][-1:])
-            outputs, has_head = self.documents_of(states, places, shape), self.score.head is not None
-            # A head treats every token by itself, so one position is enough: the last one of the last document.
-            scored = [logits] if has_head and first + len(places) == len(self.tokens) else []
-            if sign is not None and self.subject.trained and states.requires_grad:
-                self._backward(outputs, scored, sign, first)
-        own = {i: output.detach() for i, output in enumerate(outputs, first)}
-        traces = dict(enumerate(following.traces, first))
-        if not has_head:
-            return Run({}, own, {}, traces)
-        return Run(own, {len(self.tokens) - 1: logits.detach() for logits in scored}, {}, traces)
+        """Run the documents whose tokens have these places among the `B * L` of the call."""
+        last = len(self.tokens) - 1
 
-    def documents_of(self, output: torch.Tensor, padded: list[torch.Tensor], shape: Sequence[int]) -> Documents:
+        def run() -> Run:
+            states, logits = self.score(call, shape, places[max(places)][-1:])
+            outputs = zip(places, self.documents_of(states, places.values(), shape), strict=True)
+            if self.score.head is None:
+                return {i: Result(None, output) for i, output in outputs}
+            # A head treats every token by itself, so one position is enough: the last one of the last document.
+            return {i: Result(output, logits if i == last else None) for i, output in outputs}
+
+        return traced(self.subject, run, following, sign, self._losses)
+
+    def documents_of(self, output: torch.Tensor, places: Iterable[torch.Tensor], shape: Sequence[int]) -> Documents:
         """Return each document's part of `(B, L, V)`, or its row of `(B, V)`."""
         # A sequence classifier has one output for each row, `(B, V)`.
         if output.dim() > 2 and output.shape[:2] == shape:
             flat = output.flatten(0, 1)
-            return [flat[place] for place in padded]
+            return [flat[place] for place in places]
         return list(output.split(1))
 
-    def _backward(self, outputs: Documents, scored: Documents, sign: float, first: int) -> None:
+    def _losses(self, run: Run) -> Documents:
+        """Return a fixed random weighting of each document's output, and of the scored position."""
+        outputs = {i: own.output for i, own in run.items() if own.output.requires_grad}
+        if outputs and (own := run[max(run)]).states is not None and own.logits is not None:
+            # The single scored position gets the weight of all tokens.
+            outputs[len(self.tokens)] = own.logits.float() * sum(map(len, self.tokens))
         losses = []
-        # The single scored position gets the weight of all tokens.
-        scores = [(len(self.tokens), output.float() * sum(map(len, self.tokens))) for output in scored]
-        for i, output in [*enumerate(outputs, first), *scores]:
+        for i, output in outputs.items():
             generator = torch.Generator().manual_seed(self.seed + 1 + i)
             weights = torch.randn(output.shape, generator=generator) / output.shape[-1] ** 0.5
             losses.append((output.float() * weights.to(output.device)).sum())
-        with torch.autocast(self.device.type, enabled=False):
-            (sign * self.subject.loss_scale * torch.stack(losses).sum()).backward()
+        return losses
 
 
 def apart(run: Run, expected: Run) -> float:
     """Return the largest relative difference of a document's output."""
-    return max(relative_difference(run.outputs[i], own) for i, own in expected.outputs.items())
+    return max(relative_difference(run[i].output, own.output) for i, own in expected.items())

@@ -5,7 +5,7 @@ Shape letters: n tokens of a document, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,8 +14,8 @@ import torch
 from .compare import relative_difference
 from .documents import Documents
 from .engine import Comparison, compare
-from .following import Following, Trace
-from .probe import Arrangement, Probe, Run
+from .following import Following, Run
+from .probe import Arrangement, Probe, traced
 
 
 def measure_parity(probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()) -> Comparison:
@@ -43,7 +43,7 @@ def run_packed(
     probe: Probe,
     arrangement: Arrangement,
     sign: float | None,
-    handed: Mapping[int, Trace],
+    handed: Run,
     *,
     tokens: Documents | None = None,
     frozen: bool = False,
@@ -56,30 +56,20 @@ def run_packed(
         return _run(probe, arrangement, lambda: probe.packed(arrangement, tokens), sign, handed)
 
 
-def _run_alone(probe: Probe, sign: float | None, handed: Mapping[int, Trace]) -> Run:
+def _run_alone(probe: Probe, sign: float | None, handed: Run) -> Run:
     """Run every document by itself and add its gradients; the layers get their own inputs."""
-    found = Run({}, {}, {}, {})
+    found: Run = {}
     for document in range(len(probe.lengths)):
-        found.add(_run(probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {}))
+        found |= _run(probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {})
         probe.subject.note_gain()
     return found
 
 
-def _run(
-    probe: Probe, arrangement: Arrangement, call: Callable[[], Run], sign: float | None, handed: Mapping[int, Trace]
-) -> Run:
-    subject, documents = probe.subject, arrangement.documents
-    following = Following(arrangement.places, arrangement.shape, [handed.get(i) for i in documents])
-    leaves = nullcontext([]) if subject.whole or sign is None else probe.embedded()
-    # No graph is built if no gradients are taken: PEFT's activated LoRA allows one forward for each backward.
-    with torch.set_grad_enabled(sign is not None), following.attached(subject.parts), leaves as embedded:
-        run = call()
-        if sign is not None and subject.trained:
-            probe.backward(run, documents, scale=sign * subject.loss_scale, head=subject.whole)
-    found = arrangement.gradients(embedded)
-    inputs = {} if sign is None or found is None else {i: sign * own for i, own in zip(documents, found, strict=True)}
-    states, logits = ({i: tensor.detach() for i, tensor in own.items()} for own in (run.states, run.logits))
-    return Run(states, logits, inputs, dict(zip(documents, following.traces, strict=True)))
+def _run(probe: Probe, arrangement: Arrangement, call: Callable[[], Run], sign: float | None, handed: Run) -> Run:
+    subject, following = probe.subject, Following(arrangement.places, arrangement.shape, handed)
+    with nullcontext([]) if subject.whole or sign is None else probe.embedded() as embedded:
+        run = traced(subject, call, following, sign, partial(probe.losses, head=subject.whole))
+    return arrangement.with_gradients(run, embedded, sign or 1.0)
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ..errors import InvalidLayout
@@ -19,7 +20,7 @@ from ..layout.from_call import layout_of
 from ..patching.named_models import AS_SDPA, switched_on
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
-from .following import Trace
+from .following import Following, Result, Run
 from .scoring import Scorer
 from .subject import Subject, device_of
 
@@ -27,43 +28,33 @@ Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class Run(NamedTuple):
-    """Results of one run for each document, by number.
+def dtype_of(run: Run) -> torch.dtype:
+    """Return the dtype of the logits, or of the LM head's input if there are no logits."""
+    logits = [own.logits for own in run.values() if own.logits is not None]
+    return (logits or [own.output for own in run.values()])[0].dtype
 
-    Attributes:
-        states (`dict[int, torch.Tensor]`): the LM head's input `(n, D)`; empty if the model has no such head.
-        logits (`dict[int, torch.Tensor]`):
-            Logits `(k, V)` of the scored positions. Without an LM head the model's result, `(n, V)` or `(1, V)`.
-        inputs (`dict[int, torch.Tensor]`): gradients of the embeddings, `(n, D)`, if they were taken.
-        traces (`dict[int, Trace]`): tensors at the layers.
-    """
 
-    states: dict[int, torch.Tensor]
-    logits: dict[int, torch.Tensor]
-    inputs: dict[int, torch.Tensor]
-    traces: dict[int, Trace]
+def take_gradients(losses: Sequence[torch.Tensor], scale: float) -> None:
+    """Add `scale` times the gradients of the sum of some losses; as the Trainer's backward, without autocast."""
+    if losses:
+        with torch.autocast(losses[0].device.type, enabled=False):
+            (scale * torch.stack(list(losses)).sum()).backward()
 
-    def add(self, other: Run) -> None:
-        """Add the results of other documents."""
-        self.states.update(other.states)
-        self.logits.update(other.logits)
-        self.inputs.update(other.inputs)
-        self.traces.update(other.traces)
 
-    @property
-    def outputs(self) -> dict[int, torch.Tensor]:
-        """The LM head's input, or the result of a model without such a head."""
-        return self.states or self.logits
-
-    @property
-    def tensors(self) -> Documents:
-        """The tensors in `logits` and `states`."""
-        return [*self.logits.values(), *self.states.values()]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits, or of the LM head's input if there are no logits."""
-        return self.tensors[0].dtype
+def traced(
+    subject: Subject,
+    call: Callable[[], Run],
+    following: Following,
+    sign: float | None,
+    losses: Callable[[Run], Sequence[torch.Tensor]],
+) -> Run:
+    """Run documents with traces; with `sign` add the gradients of their `losses`."""
+    # No graph is built if no gradients are taken: PEFT's activated LoRA allows one forward for each backward.
+    with torch.set_grad_enabled(sign is not None), following.attached(subject.parts):
+        run = call()
+        if sign is not None and subject.trained:
+            take_gradients(losses(run), sign * subject.loss_scale)
+    return {i: own.detached()._replace(trace=following.traces[i]) for i, own in run.items()}
 
 
 class Probe:
@@ -71,8 +62,8 @@ class Probe:
 
     The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
     `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
-    head runs on a few positions of each document. A head treats every token by itself, and takes most of the time if
-    the vocabulary is large, so few runs need it. Raise [`InvalidLayout`] if the collator's batch has no boundaries.
+    head, which takes most of the time if the vocabulary is large, runs on a few positions of each document. Raise
+    [`InvalidLayout`] if the collator's batch has no boundaries.
     """
 
     def __init__(
@@ -116,27 +107,29 @@ class Probe:
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
             batch = self.collator(_examples(tokens))
-            # With labels the model would compute a loss, which nobody reads.
-            del batch["labels"]
-            batch = on_device(batch, self.device)
         else:
             # The collator makes only one row, so this batch is made here.
             ids = torch.zeros(arrangement.layout.num_tokens, dtype=torch.long)
-            for place, document in zip(arrangement.places, tokens, strict=True):
+            for place, document in zip(arrangement.places.values(), tokens, strict=True):
                 ids[place] = document
+            layout = arrangement.layout
             batch = {
-                "input_ids": ids.view(arrangement.shape).to(self.device),
-                "position_ids": arrangement.layout.position_ids(),
-                "packed_layout": arrangement.layout,
+                "input_ids": ids.view(arrangement.shape),
+                "position_ids": layout.position_ids(),
+                "packed_layout": layout,
             }
         if told is not None:
             batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
         scored = [self._scored(len(ids)) for ids in tokens]
-        places = torch.cat([place[own] for place, own in zip(arrangement.places, scored, strict=True)])
-        found = self._score(batch, arrangement.shape, places)
-        logits = zip(arrangement.documents, found.logits.split([len(own) for own in scored]), strict=True)
-        states = dict(zip(arrangement.documents, arrangement.split(found.states), strict=True))
-        return Run(states, {document: own for document, own in logits if len(own)}, {}, {})
+        places = torch.cat([place[own] for place, own in zip(arrangement.places.values(), scored, strict=True)])
+        found = self._score(self._call_of(batch), arrangement.shape, places)
+        logits = [own if len(own) else None for own in found.logits.split([len(own) for own in scored])]
+        results = map(Result, arrangement.split(found.states), logits)
+        return dict(zip(arrangement.documents, results, strict=True))
+
+    def _call_of(self, batch: dict[str, Any]) -> Any:
+        # With labels the model would compute a loss, which nobody reads.
+        return send_to_device({name: value for name, value in batch.items() if name != "labels"}, self.device)
 
     def alone(self, document: int) -> Run:
         """Run one document by itself."""
@@ -144,48 +137,39 @@ class Probe:
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
         with switched_on(AS_SDPA):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
-        return Run({document: found.states[0]}, {document: found.logits} if len(found.logits) else {}, {}, {})
+        return {document: Result(found.states[0], found.logits if len(found.logits) else None)}
 
     def _scored(self, length: int) -> torch.Tensor:
         """Return the positions of a document that are scored: its middle and its last, or none."""
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
-    def backward(self, run: Run, losses: Sequence[int], *, scale: float, head: bool = False) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits.
-
-        Only the documents in `losses` count.
-        """
+    def losses(self, run: Run, *, head: bool = False) -> list[torch.Tensor]:
+        """Return a fixed random weighting of the states of each document, and with `head` of the logits."""
         terms = []
-        for document in losses:
+        for document, own in run.items():
             # Each document has its own seed, so it gets the same weights alone, packed, and among others.
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            for values in (run.states[document], run.logits.get(document) if head else None):
+            for values in (own.states, own.logits if head else None):
                 if values is None or not values.requires_grad:
                     continue
                 by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
                 # Each token gets its own weight: a sum of equal terms stops growing in half precision.
                 by_token = torch.randn(len(values), generator=generator)
                 terms.append(by_token.to(values.device) @ (values.float() @ by_feature.to(values.device)))
-        if terms:
-            with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
-                (scale * torch.stack(terms).sum()).backward()
+        return terms
 
     @torch.no_grad()
     def loss_difference(self) -> float:
-        """Return the difference between the mean losses under the collator's labels and under the documents' own next
-        tokens.
-
-        Both are computed from the same logits.
-        """
+        """Return the difference of the mean loss under the collator's labels from that under the own next tokens."""
         batch = self.collator(_examples(self.tokens))
         # The places leave out a collator's padding. After a document's last token comes the first label of the next
         # document, which is -100.
-        labels = batch["labels"].flatten()[torch.cat(self.row.places)][1:]
+        labels = batch["labels"].flatten()[torch.cat([*self.row.places.values()])][1:]
         own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])[:-1]
         if torch.equal(labels, own):
             return 0.0
-        call = on_device({name: value for name, value in batch.items() if name != "labels"}, self.device)
-        logits = torch.cat(self.row.split(self.model(**call, use_cache=False).logits)).float()[:-1]
+        outputs = self.model(**self._call_of(batch), use_cache=False)
+        logits = torch.cat(self.row.split(outputs.logits)).float()[:-1]
         return abs(_mean_loss(logits, labels.to(self.device)) - _mean_loss(logits, own.to(self.device)))
 
     @contextmanager
@@ -230,19 +214,15 @@ class Arrangement:
 
     Attributes:
         documents (`tuple[int, ...]`): the numbers of the documents, ascending.
-        places (`list[torch.Tensor]`): for each of them the numbers of its tokens among the `B * L`.
+        places (`dict[int, torch.Tensor]`): for each of them the numbers of its tokens among the `B * L`.
     """
 
     def __init__(self, layout: PackedLayout, order: Sequence[int | None]) -> None:
         self.layout = layout
-        ends = torch.tensor(layout.lengths).cumsum(0)
-        places = {
-            document: torch.arange(int(end) - length, int(end))
-            for document, end, length in zip(order, ends, layout.lengths, strict=True)
-            if document is not None
-        }
+        numbered = zip(order, layout.split(torch.arange(layout.num_tokens)), strict=True)
+        places = {document: numbers for document, numbers in numbered if document is not None}
         self.documents = tuple(sorted(places))
-        self.places = [places[document] for document in self.documents]
+        self.places = {document: places[document] for document in self.documents}
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
@@ -267,19 +247,15 @@ class Arrangement:
     def split(self, tensor: torch.Tensor) -> Documents:
         """Return each document's part `(n, ...)` of a tensor `(B, L, ...)`."""
         flat = tensor.flatten(0, 1)
-        return [flat[place] for place in self.places]
+        return [flat[place] for place in self.places.values()]
 
-    def gradients(self, embedded: Sequence[torch.Tensor]) -> Documents | None:
-        """Return each document's part of the gradient of the embeddings; `None` if the model embeds otherwise."""
+    def with_gradients(self, run: Run, embedded: Sequence[torch.Tensor], sign: float = 1.0) -> Run:
+        """Return a run with each document's part of the gradient of the embeddings, times `sign`."""
         # A backbone that runs document by document embeds each group in its own call.
         if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
-            return None
-        return self.split(embedded[0].grad)
-
-
-def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a batch with its tensors and layout on a device."""
-    return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
+            return run
+        gradients = dict(zip(self.documents, self.split(embedded[0].grad), strict=True))
+        return {i: own._replace(gradient=sign * gradients[i]) for i, own in run.items()}
 
 
 def vocabulary_of(model: Any) -> int:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,12 +23,8 @@ from .depth import CHEAP
 
 # Each product and its variant that writes into a tensor. The variant is not replaced, so it computes the replacement.
 _PRODUCTS = {name: getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
-
-
 # Most numbers of weights that are kept in float32 (1 GiB). Converting them for each product takes a fifth of a proof.
 _KEPT = 2**28
-
-
 # Operands that are remembered beside the weights.
 _RECENT = 3
 
@@ -40,15 +35,11 @@ class _Wide:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.version, self.wide = tensor, tensor._version, tensor.float()
 
-    @property
-    def is_old(self) -> bool:
-        """Tell whether the tensor has changed since."""
-        return self.tensor._version != self.version
-
     def find(self, operand: torch.Tensor) -> torch.Tensor | None:
         """Return the conversion of an operand that is this tensor or its transpose, `None` of any other."""
         own = self.tensor
-        if operand.data_ptr() != own.data_ptr() or operand.dtype is not own.dtype or self.is_old:
+        is_same = operand.data_ptr() == own.data_ptr() and operand.dtype is own.dtype
+        if not is_same or own._version != self.version:
             return None
         if operand.shape == own.shape and operand.stride() == own.stride():
             return self.wide
@@ -82,9 +73,7 @@ class _InFloat32:
                 self._kernels.impl(name, partial(self._multiply, product))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._kernels = None  # torch's kernels come back when the library is deleted
         self._wide.clear()
         self._recent.clear()
@@ -108,14 +97,14 @@ class _InFloat32:
         """Return an operand in float32; a weight, or its transpose, is converted once."""
         address = operand.data_ptr()
         matrix = self._matrices.get(address)
-        if matrix is not None and (address not in self._wide or self._wide[address].is_old):
-            self._wide[address] = _Wide(matrix)
-        known = [*self._recent] if matrix is None else [self._wide[address]]
-        for wide in known:
+        if matrix is not None:
+            if address not in self._wide or self._wide[address].find(matrix) is None:
+                self._wide[address] = _Wide(matrix)
+            found = self._wide[address].find(operand)
+            return operand.float() if found is None else found  # a part of a weight is not kept
+        for wide in self._recent:
             if (found := wide.find(operand)) is not None:
                 return found
-        if matrix is not None:  # a part of a weight
-            return operand.float()
         self._recent.append(_Wide(operand))
         return self._recent[-1].wide
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..patching.inspect import own_config
 from ..patching.rotary import fresh_frequencies
 from ..runtime.bitsandbytes import unconverted
+from ..runtime.override import set_inside
 from ..runtime.random_states import devices_of, random_states_kept
 
 # Names of rates at which random numbers are drawn in training: dropout, dropped layers, router jitter, noise.
@@ -24,28 +25,28 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Run a model without random numbers inside a `with` block, and restore its state afterwards.
 
     Calls in the block do not depend on the lengths of earlier calls. Afterwards every module's mode, gradient, 4-bit
-    layer, shard and rotary frequencies and the random state are as before.
-
-    With `training`, the model is in training mode, where some models run other kernels and layers are checkpointed.
-    Every rate at which random numbers are drawn is set to 0.
+    layer, shard and rotary frequencies and the random state are as before. With `training`, the model is in training
+    mode, where some models run other kernels and layers are checkpointed, and every rate at which random numbers are
+    drawn is set to 0.
     """
     # Kept for each module: adapters or frozen parts may be in another mode than the model.
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    silenced: list[tuple[Any, str, Any]] = []
     try:
-        with random_states_kept(devices_of(model)), unconverted(model), fresh_frequencies(model):
+        with (
+            ExitStack() as silenced,
+            random_states_kept(devices_of(model)),
+            unconverted(model),
+            fresh_frequencies(model),
+        ):
             model.train(training)
             for config in map(own_config, model.modules()):
                 if getattr(config, "return_dict", None) is False:  # every part must return its outputs by name
-                    silenced.append((config, "return_dict", False))
-                    config.return_dict = True
+                    silenced.enter_context(set_inside(config, return_dict=True))
             if training:
                 _silence(model, silenced)
             yield
     finally:
-        for owner, name, value in reversed(silenced):
-            setattr(owner, name, value)
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in gradients:
@@ -57,16 +58,15 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 module.reshard()
 
 
-def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
-    """Set every rate at which a model draws random numbers to 0, and note the old value."""
+def _silence(model: nn.Module, silenced: ExitStack) -> None:
+    """Set every rate at which a model draws random numbers to 0 until the stack is closed."""
     owners: dict[int, Any] = {}
     for name, module in model.named_modules():
         if "drop" in type(module).__name__.lower():
             module.training = False
             # A LoRA layer with dropout runs other code, and the check must run it as well, so its rate stays.
             if "lora_dropout" not in name and isinstance(getattr(module, "p", None), float):
-                silenced.append((module, "p", module.p))
-                setattr(module, "p", 0.0)  # noqa: B010  # what a module's attributes are, a type checker cannot know
+                silenced.enter_context(set_inside(module, p=0.0))
         if isinstance(module, nn.Embedding):
             module.training = False  # hooks that add noise (NEFTune) read this flag
         owners[id(module)] = module
@@ -77,5 +77,4 @@ def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
     for owner in owners.values():
         for name, rate in list(vars(owner).items()):
             if isinstance(rate, float) and rate and _DRAWS.search(name):
-                silenced.append((owner, name, rate))
-                setattr(owner, name, 0.0)
+                silenced.enter_context(set_inside(owner, **{name: 0.0}))

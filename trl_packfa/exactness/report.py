@@ -34,27 +34,23 @@ class ExactnessReport:
             Largest change of any document's logits when others are replaced, in standard deviations of the logits.
             Must be 0. With experts, the rest of the change if every layer gets the same input.
         regrouped (`float`):
-            With experts, the whole change. Other documents' tokens change which tokens are multiplied together, and so
-            how sums are rounded.
+            With experts, the whole change: other tokens change which tokens are multiplied together, and so how sums
+            are rounded.
         unsteady (`float`):
-            Largest change between repeated runs of the same tokens, measured where a document changed. Some kernels
+            Largest change between repeated runs of the same tokens, measured where a document changed: some kernels
             give other bits in each run. Up to the size of rounding this is allowed, and a smaller leak is not seen.
         input_gradients (`float` or `None`):
             Largest gradient of the embeddings of documents without a loss, in standard deviations of the gradient of
             documents with a loss. Must be 0. `None` if the backbone embeds each document by itself.
-        parity (`float`):
-            Largest relative difference between a document packed, in one row or in several, and the same document
-            alone. It compares the output of a layer, token mixer or LM head with the same input.
-        threshold (`float`), noise (`float`):
-            Limit of parity, and the difference from rounding alone: the document runs again with every value changed
-            by up to a last place.
+        parity (`float`), threshold (`float`), noise (`float`):
+            Largest relative difference between the output of a layer, token mixer or LM head for a packed document, in
+            one row or in several, and for the same document alone, with the same input; its limit; and the difference
+            from rounding alone, with every value changed by up to a last place.
         loss (`float`):
             Difference between the mean losses under the collator's labels and under each document's own next tokens.
-        gradients (`float` or `None`):
+        gradients (`float` or `None`), gradient_threshold (`float` or `None`), gradient_noise (`float` or `None`):
             Worst relative difference between the packed gradient of a trained parameter and the sum of the documents'
-            own gradients. `None` if nothing trains.
-        gradient_threshold (`float` or `None`), gradient_noise (`float` or `None`):
-            Limit of gradients, and the difference from rounding alone.
+            own gradients, its limit, and the difference from rounding alone. `None` if nothing trains.
         control (`float`):
             Isolation with the boundaries removed. A check that does not see this change has no power.
         first_leak (`str` or `None`), first_difference (`str` or `None`), first_gradient (`str` or `None`):
@@ -63,16 +59,14 @@ class ExactnessReport:
         is_finite (`bool`):
             Whether the logits of the documents alone are finite.
         first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
-            Difference between the trainer's first batch, packed, and some of its documents alone, with its limit from
-            rounding. It is that of the log-probability of the median token of the worst document, in nats. It is known
-            once training has begun.
+            Difference between the trainer's first batch, packed, and some of its documents alone, known once training
+            has begun: of the log-probability of the median token of the worst document, in nats; and its limit.
         head (`float` or `None`), head_allowed (`float` or `None`):
             Worst difference of the LM head that trains, on that batch, from the model's own logits; and its limit.
-        sharded_row (`float` or `None`), sharded_row_allowed (`float` or `None`):
-            Difference between a row that several processes share and the same row on one process, in nats, with its
-            limit. It is known under `sequence_parallel`, once training has begun.
-        sharded_row_gradients (`float` or `None`):
-            Worst relative difference of a parameter's gradient between these two.
+        sharded_row, sharded_row_allowed, sharded_row_gradients (`float` or `None`):
+            Under `sequence_parallel`, once training has begun: difference between a row that several processes share
+            and the same row on one process, in nats; its limit; and the worst relative difference of a parameter's
+            gradient.
         no_weight (`str`):
             Matrices of zeros, which may hide a leak from the control.
         unpadding ([`UnpaddingReport`] or `None`):

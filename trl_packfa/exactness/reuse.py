@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
-from dataclasses import astuple
+from dataclasses import astuple, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,7 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
     try:
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
         # JSON of another version may have more or fewer fields, and tuples are lists there.
-        known = {field.name for field in dataclasses.fields(ExactnessReport)}
-        values = {name: value for name, value in saved.items() if name in known}
+        values = {field.name: saved[field.name] for field in fields(ExactnessReport) if field.name in saved}
         report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no report, or one of another version
         return None
@@ -73,7 +71,7 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
         return None
     # This run has a first batch of its own.
     own = dict.fromkeys(("first_batch", "first_batch_allowed", "head", "head_allowed"))
-    return dataclasses.replace(report, taken_from=Path(checkpoint).name, **own)
+    return replace(report, taken_from=Path(checkpoint).name, **own)
 
 
 def _settings(module: nn.Module) -> list[str]:

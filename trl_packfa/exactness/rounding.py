@@ -19,9 +19,8 @@ _KEEP = (nn.Identity, nn.Dropout)
 def last_places_off(model: nn.Module, *, by: float = 1.0) -> Iterator[None]:
     """Change the output of every module by up to `by` last places, at random, inside a `with` block.
 
-    Another kernel, batch shape or order of a sum may change it by as much. Modules that only call other modules are
-    left alone. The last place is that of the dtype that the module computes in: a 4-bit layer multiplies in half
-    precision, whatever dtype it returns.
+    Another kernel, batch shape or order of a sum may change it by as much. The last place is that of the dtype that
+    the module computes in: a 4-bit layer multiplies in half precision, whatever dtype it returns.
 
     Fused kernels leave a module with a hook to the model's own code. With `by=0` that is all that changes, so two runs
     under this function differ by rounding alone, even if a kernel is wrong.

@@ -1,7 +1,7 @@
 """Run a model and get the input of its LM head at all positions, and the logits of a few positions.
 
-A head treats every token by itself, so the logits of a few positions test it as well as all logits do. With 262,144
-words, all logits take a thousand times the time and memory of the rest of a small model.
+A head treats every token by itself, so a few positions test it as well as all do. With 262,144 words, all logits take
+a thousand times the time and memory of the rest of a small model.
 
 Shape letters: B rows, L row length, K scored positions, D model dim, V vocabulary.
 """
@@ -28,13 +28,10 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """A causal LM whose head sees only a few positions.
+    """A causal LM, bare or wrapped, whose head sees only a few positions.
 
-    If a model calls no head module, or fails with fewer positions, the states are its logits.
-
-    Args:
-        model (`torch.nn.Module`):
-            The causal LM, bare or wrapped; or a classifier or a backbone, which have small outputs.
+    If a model calls no head module (a classifier, a backbone), or fails with fewer positions, the states are its
+    logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,7 +99,6 @@ def is_multiple_choice(model: nn.Module) -> bool:
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:
-    """Return the argument that asks for no cache, if the model has one."""
     takes = inspect.signature(type(model).forward).parameters
     named = "use_cache" in takes or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
     return {"use_cache": False} if named else {}

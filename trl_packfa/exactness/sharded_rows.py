@@ -1,8 +1,4 @@
-"""Compare a row that several processes share with the same row on one process: log-probabilities and gradients.
-
-The other parts of the check run documents on one process. This one measures the exchange between processes, on the
-user's own model.
-"""
+"""Compare a row that several processes share with the same row on one process: log-probabilities and gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +20,8 @@ from ..runtime.sequence_parallel import ShardedRowModel
 from ..runtime.zero3 import gradients_taken
 from .compare import NOISE_FACTOR, Finding, nan_as_inf, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
-from .first_batch import FLOOR, log_probs_of
-from .probe import Collator, on_device, vocabulary_of
+from .first_batch import FLOOR, trained_outputs
+from .probe import Collator, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
@@ -35,21 +32,14 @@ LENGTHS = (150, 24, 1, 66, 37, 5, 130)
 
 
 class ShardedRowProof(NamedTuple):
-    """Difference between a row that N processes share and the same row on one process.
+    """Difference between a row that N processes share and the same row on one process."""
 
-    Attributes:
-        difference (`float`), allowed (`float`): root mean square of the log-probabilities' differences, in nats.
-        gradient (`float`), gradient_allowed (`float`): relative, of the worst parameter.
-        where (`str`): this parameter.
-        processes (`int`): N.
-    """
-
-    difference: float
+    difference: float  # root mean square of the log-probabilities' differences, in nats
     allowed: float
-    gradient: float
+    gradient: float  # relative, of the worst parameter
     gradient_allowed: float
-    where: str
-    processes: int
+    where: str  # this parameter
+    processes: int  # N
 
     def __str__(self) -> str:
         return (
@@ -92,7 +82,7 @@ def check_sharded_row(
     lengths = [min(length, most or length) for length in LENGTHS]
     tokens, _ = draw_documents(lengths, known_tokens(documents, None, vocabulary), vocabulary, seed)
     examples = [{"input_ids": ids.tolist()} for ids in tokens]
-    batch = on_device(collator(examples), device_of(model))
+    batch: Any = send_to_device(collator(examples), device_of(model))
     shared = ShardedRowModel(model, group)
     with (
         gradients_taken(model, shard) as gradient_parts,
@@ -104,7 +94,7 @@ def check_sharded_row(
         subject = Subject(model, state, gradient_parts)
 
         def run(sign: float, called: Callable[..., Any] = model) -> torch.Tensor:
-            found = log_probs_of(model, batch, called)
+            found = trained_outputs(model, batch, called).log_probs
             if subject.trained:
                 (-sign * found.sum() / found.numel()).backward()
             return found.detach().float()
@@ -115,16 +105,15 @@ def check_sharded_row(
             # As data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are not kept here.
             if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
                 shard.average(parameter.grad)
-        changed = relative_gradients(subject.norms(), norms)
+        changed = relative_gradients(subject.dimensions, subject.norms(), norms)
         subject.clear()
         with last_places_off(model, by=0.0):
             as_it_is = run(-1.0)
         with last_places_off(model):
             rounding = _rms(run(1.0) - as_it_is)
-        noise, dtype = relative_gradients(subject.norms(), norms), rounding_dtype(model)
-    worst = Finding("no parameter", 0.0, 0.0, 0.0)
-    if sum(norms):
-        worst = worst_gradient(subject.dimensions, changed, noise, dtype)
+        noise, dtype = relative_gradients(subject.dimensions, subject.norms(), norms), rounding_dtype(model)
+    nothing = Finding("no parameter", 0.0, 0.0, 0.0)
+    worst = worst_gradient(changed, noise, dtype, subject.dimensions) if sum(norms) else nothing
     allowed = max(NOISE_FACTOR * rounding, FLOOR[dtype])
     return ShardedRowProof(apart, allowed, worst.difference, worst.allowed, worst.where, shard.size)
 

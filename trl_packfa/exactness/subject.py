@@ -37,17 +37,6 @@ class Subject:
     `gradient_parts` collects the gradients under ZeRO-3. `progress` is called with the name of each part and the share
     of the work that is done. `skipped` are layers to leave out, from [`~depth.layers_to_skip`]; `None` measures the
     whole model, with its embeddings and LM head.
-
-    Attributes:
-        state ([`PatchState`]): how the model is patched.
-        skipped (`dict`): these layers, for [`~depth.skipping`].
-        whole (`bool`): whether all layers, the embeddings and the LM head are measured.
-        trained (`list[torch.nn.Parameter]`): the parameters that train.
-        dimensions (`dict[str, int]`): number of dimensions of each of them, by name.
-        chooses (`bool`): whether tokens choose the tokens that they see (sparse attention). Rounding then changes the
-            choice of single tokens, so the median token is compared.
-        regroups (`bool`): whether tokens are grouped by content. Other tokens then change how sums are rounded.
-        loss_scale (`float`): factor of every loss, so that gradients are finite.
     """
 
     def __init__(
@@ -64,11 +53,13 @@ class Subject:
         out = {id(p) for name in self.skipped for p in model.get_submodule(name).parameters()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in out}
         self.trained = list(trained.values())
-        self.loss_scale = 1.0
+        self.loss_scale = 1.0  # factor of every loss, so that gradients are finite
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
+        # Tokens choose the tokens that they see (sparse attention). Rounding changes the choice of single tokens, so
+        # the median token is compared.
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
-        # An expert multiplies all its tokens together. Another document's tokens change the shape of that product,
-        # and so how its sums are rounded.
+        # Tokens are grouped by content. An expert multiplies all its tokens together: another document's tokens change
+        # the shape of that product, and so how its sums are rounded.
         config = vars(model_config(model).get_text_config())
         experts = [value for name, value in config.items() if "expert" in name and isinstance(value, int)]
         self.regroups = any(number > 1 for number in experts) or model_type(model) in _REGROUPING
@@ -145,10 +136,9 @@ class Subject:
                 self._before[i] = now
 
     def sizes(self) -> list[float]:
-        """Return the reference size of each trained parameter's gradient.
+        """Return the norm of each trained parameter's gradient, or that of the documents' parts if it is larger.
 
-        It is the gradient's norm, or that of the documents' parts if it is larger. The parts may cancel: almost
-        nothing may be left of a scalar's sum, and any rounding would look large beside it.
+        The parts may cancel: almost nothing may be left of a scalar's sum, and rounding would look large beside it.
         """
         return [max(norm, gained**0.5) for norm, gained in zip(self.norms(), self._gained, strict=True)]
 

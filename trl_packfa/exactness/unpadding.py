@@ -2,11 +2,9 @@
 
 With `share_prefixes=True` rows whose common prefix runs once are then compared with rows that each hold it.
 
-The same batch runs twice through the patched model: with its pads, as without a patch, and without them. Each layer
-gets the same input, as in the proof of packing, and rounding gives the limit for the difference. Rows are padded on
-the right and on the left. Some models compute padded rows that differ from their documents alone: recurrent state runs
-through pads, or frequencies depend on the longest row. Then the rows without pads are compared with each document by
-itself, and the report says so.
+The same batch, padded on the right or on the left, runs with its pads, as without a patch, and without them. In some
+models padded rows differ from their documents alone: recurrent state runs through pads, or frequencies depend on the
+longest row. Then the rows without pads are compared with each document by itself, and the report says so.
 
 Shape letters: B rows, L row length, T true tokens, n tokens of a document, V vocabulary or labels.
 """
@@ -35,6 +33,7 @@ from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
 from .engine import Comparison, compare
 from .padded_runs import PaddedProbe, apart
+from .probe import dtype_of
 from .products import fast_half_products
 from .quiet import quiet
 from .subject import Subject, compute_dtype
@@ -132,7 +131,7 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> dict[str, Any]:
         "control": apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain),
         "blocks": bool(probe.types),
         "takes_left": takes_left,
-        "dtype": str(compute_dtype(subject.model, plain.dtype)).removeprefix("torch."),
+        "dtype": str(compute_dtype(subject.model, dtype_of(plain))).removeprefix("torch."),
     }
 
 
@@ -153,8 +152,7 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
 def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> SharingReport | None:
     """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
-    Both run without pads, which was compared before. The control is a run in which one branch sees another. The
-    documents are drawn from `known`, token ids that the model knows.
+    Both run without pads, which was compared before. The documents are drawn from `known` token ids.
     """
     state = subject.state
     assert state.unpadding is not None
@@ -177,4 +175,4 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> Sharin
     with torch.no_grad(), set_inside(state.unpadding, sharing=None):
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
-    return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))
+    return SharingReport(**found.measured(), control=relative_difference(seeing, alone[len(rest) - 1].output))

@@ -10,8 +10,6 @@ from ..errors import ContaminationError
 
 # The control must be larger than this, or the comparison has no power.
 _VISIBLE = 1e-4
-
-
 # A line of a report's table: verdict, words, value (`None` if it was not measured), limit, and whether it is kept.
 Line: TypeAlias = "tuple[str, str, float | None, str, bool]"
 
@@ -32,26 +30,17 @@ def number(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonReport:
-    """Result of comparing rows that run in another way with the same rows as they are.
+    """Result of comparing rows that run in another way with the same rows as they are."""
 
-    Args:
-        difference (`float`), allowed (`float`):
-            Worst relative difference of a layer or output, and its limit from rounding.
-        gradients (`float` or `None`), gradients_allowed (`float` or `None`):
-            Worst relative difference of a trained parameter's gradient, and its limit; `None` if nothing trains.
-        control (`float`):
-            Difference with a known fault, which must be large enough to see.
-        first (`str` or `None`), first_gradient (`str` or `None`):
-            The first module, and the worst parameter, beyond its limit.
-    """
-
+    # Worst relative difference of a layer or output, and its limit from rounding.
     difference: float
     allowed: float
+    # The same for the gradient of a trained parameter; `None` if nothing trains.
     gradients: float | None
     gradients_allowed: float | None
-    control: float
-    first: str | None
-    first_gradient: str | None
+    control: float  # difference with a known fault, which must be large enough to see
+    first: str | None  # the first module beyond its limit
+    first_gradient: str | None  # the worst parameter, if it is beyond its limit
 
     @property
     def verdict(self) -> str:
@@ -70,10 +59,7 @@ class ComparisonReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingReport(ComparisonReport):
-    """Result of comparing rows that compute a common prefix once with the same rows run separately.
-
-    The control lets a branch see the one before it.
-    """
+    """Result of comparing rows that compute a common prefix once with the same rows run separately."""
 
     def __str__(self) -> str:
         return (
@@ -84,37 +70,20 @@ class SharingReport(ComparisonReport):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpaddingReport(ComparisonReport):
-    """Result of comparing padded rows with and without their pads, see [`ComparisonReport`].
+    """Result of comparing padded rows with and without their pads. The control leaves the pads visible."""
 
-    The control leaves the pads visible.
-
-    Args:
-        against (`str`):
-            The reference: `padded` rows, or, if the model's own padded rows see their pads, each document `alone`.
-        pads_seen (`float`):
-            With the reference `alone`, the difference of padded rows from their documents alone; else 0.
-        unshifted (`float`):
-            Difference of left-padded rows whose positions count from the pads on. The model counts so if it is called
-            without `position_ids`. It is large for learned positions.
-        dtype (`str`), seconds (`float`):
-            The dtype of the measurement, and its duration.
-        blocks (`bool`):
-            Whether tokens of the rows saw each other in both directions, as those of an image do in this model.
-        takes_left (`bool`):
-            Whether rows padded on the left run without their pads, too. Pooling that reads the first column of a row
-            reads a pad there: then such rows run with their pads, as without a patch.
-        sharing ([`SharingReport`] or `None`):
-            Result for rows with a common prefix, if the model is patched with `share_prefixes=True` and can share.
-    """
-
-    against: str
-    pads_seen: float
+    against: str  # the reference: `padded` rows, or, if the model's own padded rows see their pads, documents `alone`
+    pads_seen: float  # with the reference `alone`, the difference of padded rows from their documents alone; else 0
+    # Difference of left-padded rows whose positions count from the pads on, as the model counts without
+    # `position_ids`. It is large for learned positions.
     unshifted: float
     dtype: str
     seconds: float
-    blocks: bool = False
+    blocks: bool = False  # whether tokens of the rows saw each other in both directions, as those of an image do
+    # Whether rows padded on the left run without their pads, too. Pooling that reads the first column of a row reads a
+    # pad there: then such rows run with their pads, as without a patch.
     takes_left: bool = True
-    sharing: SharingReport | None = None
+    sharing: SharingReport | None = None  # if the model is patched with `share_prefixes=True` and can share
 
     @property
     def is_exact(self) -> bool:

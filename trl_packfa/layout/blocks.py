@@ -22,15 +22,11 @@ Block: TypeAlias = tuple[int, int]
 
 
 class Blocks(NamedTuple):
-    """The blocks of a packed row, for layers without a sliding window and for layers with one.
+    """The blocks of a packed row, in order: Gemma 4 has them in its sliding layers only, Gemma 3 in all layers."""
 
-    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers. Both tuples are in order.
-    """
-
-    full: tuple[Block, ...]
+    full: tuple[Block, ...]  # for layers without a sliding window
     sliding: tuple[Block, ...]
-    # Whether the blocks of one document see each other, as all images of a row do in Molmo 2.
-    joined: bool = False
+    joined: bool = False  # whether the blocks of one document see each other, as all images of a row do in Molmo 2
 
     def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:
         """Return the blocks of layers with this sliding window.
@@ -60,10 +56,9 @@ def plan_blocks(
 ) -> tuple[TokenGather, TokenGather, tuple[int, ...], tuple[int, ...]]:
     """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
 
-    Return the copies that make its queries, the tokens of the blocks, and its keys: for each block the tokens from its
-    document's beginning to the block's end. Then return the number of both, for each block. If `joined`, the blocks of
-    one document see each other: the keys are also the tokens of the document's later blocks. Raise [`InvalidLayout`]
-    if a block is empty or crosses the end of its document.
+    Return the copies that make its queries, the tokens of the blocks, and its keys, for each block the tokens from its
+    document's beginning to the block's end; if `joined`, also those of the document's later blocks. Then return the
+    number of both, for each block. Raise [`InvalidLayout`] if a block is empty or crosses the end of its document.
 
     The example has documents of 6 and 3 tokens; tokens 2 and 3 are a block:
 
@@ -73,8 +68,7 @@ def plan_blocks(
     (tensor([2, 3]), tensor([0, 1, 2, 3]), [(2,), (4,)])
     ```
     """
-    # For each block the intervals of its keys.
-    spans: list[list[Block]] = []
+    spans: list[list[Block]] = []  # the intervals of each block's keys
     start, waiting = 0, list(blocks)
     for length in lengths:
         own = []

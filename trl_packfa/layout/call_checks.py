@@ -22,20 +22,18 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
     offsets = call[name]
     if not isinstance(offsets, torch.Tensor):
         raise InvalidLayout(f"{name} is a {type(offsets).__name__}, not a tensor.", do="Send an int32 tensor.")
-    _require_readable(offsets, name)
     _require_integers(offsets, name)
     return offsets
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return `position_ids` as int64 of shape `(B, L)` on the host.
+    """Return `position_ids`, of four multimodal axes the text's, as int64 of shape `(B, L)` on the host.
 
-    With four multimodal axes (text, time, height, width) it returns the text's. Three axes do not count tokens, so it
-    returns `None`. Raise [`InvalidLayout`] if they are not positions of a batch of this shape.
+    Three axes do not count tokens, so the result is `None`. Raise [`InvalidLayout`] if they are not positions of a
+    batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
         return None
-    _require_readable(position_ids, "position_ids")
     _require_integers(position_ids, "position_ids")
     text = position_ids[0] if position_ids.dim() == 3 else position_ids
     text = text[None] if text.dim() == 1 else text
@@ -61,25 +59,25 @@ def refuse_contradictions(
             "document boundaries came with an attention_mask that is not all ones, one for each token.",
             do="Drop the attention_mask: padding is a trailing document with labels -100.",
         )
-    trusted = call.get("packed_layout") is not None
-    _refuse_other_offsets(layout, call, trusted)
+    if call.get("packed_layout") is not None:
+        # The boundaries are known, and reading tensors on a device would make the host wait.
+        call = {name: value for name, value in call.items() if not isinstance(value, torch.Tensor) or value.is_cpu}
+        _refuse_other_offsets(layout, call)
     _refuse_short_maximum(layout, call)
-    position_ids, seq_idx = call.get("position_ids"), call.get("seq_idx")
-    if position_ids is not None and not _left_on_device(position_ids, trusted):
+    if (position_ids := call.get("position_ids")) is not None:
         _refuse_positions(layout, position_ids, ignores_position_ids, max_positions)
-    if seq_idx is not None and not _left_on_device(seq_idx, trusted):
+    if (seq_idx := call.get("seq_idx")) is not None:
         _refuse_other_numbers(layout, seq_idx)
 
 
 def refuse_incomplete(call: dict[str, Any]) -> None:
     """Raise [`InvalidLayout`] for boundaries without the main argument: the model would ignore them."""
-    # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document, and no boundary is
-    # lost.
-    seq_idx = call.get("seq_idx")
-    if isinstance(seq_idx, torch.Tensor) and seq_idx.dim() == 2 and seq_idx.device.type != "meta":
-        seq_idx = seq_idx if bool((seq_idx != seq_idx[:, :1]).any()) else None
-    found = {"cu_seq_lens_k": call.get("cu_seq_lens_k"), "seq_idx": seq_idx}
-    names = [name for name, value in found.items() if value is not None]
+    names = [name for name in ("cu_seq_lens_k", "seq_idx") if call.get(name) is not None]
+    numbers: Any = call.get("seq_idx")
+    # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document.
+    is_readable = isinstance(numbers, torch.Tensor) and numbers.dim() == 2 and numbers.device.type != "meta"
+    if is_readable and not bool((numbers != numbers[:, :1]).any()):
+        names.remove("seq_idx")
     if names:
         raise InvalidLayout(
             f"{', '.join(names)} came without cu_seq_lens_q, packed_layout or position_ids that restart.",
@@ -88,10 +86,7 @@ def refuse_incomplete(call: dict[str, Any]) -> None:
 
 
 def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
-    """Raise [`InvalidLayout`] for positions that restart under a mask of padding.
-
-    transformers ignores them, and documents would see each other.
-    """
+    """Raise [`InvalidLayout`] for positions that restart under a mask of padding."""
     if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
         return
     if found := _first_restart(host, mask):
@@ -164,11 +159,6 @@ def is_ones(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
 
 
-def _left_on_device(tensor: torch.Tensor, trusted: bool) -> bool:
-    """Tell whether to skip reading a tensor: boundaries are known, and the host would have to wait for the device."""
-    return trusted and tensor.device.type != "cpu"
-
-
 def _require_readable(tensor: torch.Tensor, name: str) -> None:
     if tensor.device.type == "meta":
         raise InvalidLayout(
@@ -178,25 +168,20 @@ def _require_readable(tensor: torch.Tensor, name: str) -> None:
 
 
 def _require_integers(tensor: torch.Tensor, name: str) -> None:
+    _require_readable(tensor, name)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InvalidLayout(f"{name} are {tensor.dtype}, not integers.", do="Send int32 or int64.")
 
 
-def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: bool) -> None:
+def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any]) -> None:
     """Refuse `cu_seq_lens_*` that contradict a `packed_layout`; without one they are the source of the layout."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        offsets = call.get(name)
-        if not trusted or offsets is None or offsets is layout.cu_seqlens:
-            continue
-        if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, trusted):
+        if call.get(name) is None or call[name] is layout.cu_seqlens:
             continue
         # Lengths are compared, not offsets: some collators pad `cu_seq_lens_*` to a fixed size by repeated offsets.
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
         if told != layout.lengths:
-            raise InvalidLayout(
-                f"packed_layout and {name} disagree: lengths {list(layout.lengths)} and {list(told)}.",
-                do="Send both from one collator, or only one of them.",
-            )
+            raise _disagree(f"packed_layout and {name} disagree: lengths {list(layout.lengths)} and {list(told)}.")
 
 
 def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
@@ -237,10 +222,9 @@ def _refuse_positions(
     if len(wrong):
         at = int(wrong[0]) + 1
         moves = "jump" if host[at] > host[at - 1] else "restart"
-        raise InvalidLayout(
+        raise _disagree(
             f"boundaries and position_ids disagree: positions {moves} at token {at}, where no document begins "
-            f"(lengths {_shown(layout.lengths)}).",
-            do="Send both from one collator, or only one of them.",
+            f"(lengths {_shown(layout.lengths)})."
         )
     begins = host[~inside]
     if ignores_position_ids and begins.any():
@@ -253,22 +237,21 @@ def _refuse_positions(
 
 def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
     _require_readable(seq_idx, "seq_idx")
-    shape = (layout.rows, layout.row_length)
-    if seq_idx.shape != shape:
+    if seq_idx.shape != (layout.rows, layout.row_length):
         raise InvalidLayout(
-            f"seq_idx has shape {tuple(seq_idx.shape)}, the batch has {shape[0]} x {shape[1]} tokens.",
+            f"seq_idx has shape {tuple(seq_idx.shape)}, the batch has {layout.rows} x {layout.row_length} tokens.",
             do="Send one number for each token, or leave it out.",
         )
-    ours = layout.document_ids().cpu()
     # The places of changes are compared, not the numbers: other packers count from 1, or anew in each row.
-    changes, expected = seq_idx.cpu().diff(dim=1) != 0, ours.diff(dim=1) != 0
+    changes, expected = (ids.cpu().diff(dim=1) != 0 for ids in (seq_idx, layout.document_ids()))
     if not torch.equal(changes, expected):
         row, column = (changes != expected).nonzero()[0].tolist()
-        raise InvalidLayout(
-            f"seq_idx and the boundaries disagree at token {column + 1} of row {row} "
-            f"(lengths {_shown(layout.lengths)}).",
-            do="Send both from one collator, or only one of them.",
-        )
+        where = f"token {column + 1} of row {row} (lengths {_shown(layout.lengths)})"
+        raise _disagree(f"seq_idx and the boundaries disagree at {where}.")
+
+
+def _disagree(told: str) -> InvalidLayout:
+    return InvalidLayout(told, do="Send both from one collator, or only one of them.")
 
 
 def _shown(lengths: tuple[int, ...]) -> str:

@@ -1,11 +1,10 @@
 """`PackedCall` carries layout and tokens of one call; the backbone makes it, [`find_call`] finds it in modules below.
 
 No single way reaches all modules, so the backbone sends it by three:
-- the keyword `packed_call`, to layers that take further keywords. With activation checkpointing a backward pass
-  recomputes layers from their arguments alone, outside of any call. Reentrant checkpoints also drop attributes of
-  tensors;
-- the mask, which transformers passes to layers that take no other arguments. With the mask alone, nine types fail
-  under reentrant checkpoints; with the keyword alone, layers that take no keywords would get nothing;
+- the keyword `packed_call`, to layers that take further keywords. Activation checkpointing recomputes layers from
+  their arguments alone, outside of any call;
+- the mask, for layers that take no keywords. With the mask alone, nine types fail under reentrant checkpoints, which
+  drop attributes of tensors;
 - the context variable, for modules that get neither: rotary embeddings, recurrent state, backbones whose causal LM
   does not pass its arguments on, and layers in a compiled graph, which makes new mask tensors.
 """
@@ -74,11 +73,9 @@ def packed_call(layout: PackedLayout | None, *, notes_masks: bool = False) -> It
 def empty_mask(call: PackedCall, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a mask without elements that stands for the mask in a packed call and carries the call.
 
-    It has four dimensions, so transformers builds no mask. It has no elements, so attention that the patch has missed
-    fails instead of leaking.
+    transformers passes masks of four dimensions on unchanged (`_preprocess_mask_arguments`). Adding this one to scores
+    `(B, N, L, L)` raises, so attention that the patch has missed fails instead of leaking.
     """
-    # Adding it to scores `(B, N, L, L)` raises, as a size of 0 does not broadcast against L. transformers passes every
-    # mask of four dimensions on unchanged (`_preprocess_mask_arguments`).
     mask: Any = torch.empty((1, 1, 0, 0), device=device, dtype=dtype)
     setattr(mask, KEYWORD, call)
     return mask

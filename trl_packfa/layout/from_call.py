@@ -1,20 +1,18 @@
 """Find the documents of a forward call in the arguments that transformers and TRL send.
 
-There are three sources, in this order: our collator's `packed_layout` (nothing to compute), FlashAttention's
-`cu_seq_lens_*`, `position_ids`. The result is `None` for a batch without boundaries, a padded batch, a KV cache in use
-and continuous batching: such calls are not packed. Boundaries beside a filled cache, and a mask of padding that
-numbers documents, would be ignored by the model, so they are refused.
+There are three sources, in this order: our collator's `packed_layout`, FlashAttention's `cu_seq_lens_*`,
+`position_ids`. A batch without boundaries, a padded batch, a KV cache in use and continuous batching are not packed.
+Boundaries beside a filled cache, and a mask of padding that numbers documents, would be ignored by the model, so they
+are refused.
 
-Positions need some care. transformers 5.23 has two rules for a row without a mask. Its masks begin a document wherever
-a position is not its predecessor plus one. Its FlashAttention begins one wherever a position equals the row's
-smallest. TRL's collators send positions that restart at 0, for which both rules agree. So:
+transformers 5.23 has two rules for positions without a mask: its masks begin a document wherever a position is not its
+predecessor plus one, its FlashAttention wherever a position equals the row's smallest. So:
 
 - Positions alone are boundaries if every document begins at the same position (0, or RoBERTa's 2) and counts by one.
-  The two rules disagree about a document that skips positions, begins at another position, or goes back half way.
-  Positions do not tell its boundaries, so it is refused, with the advice to send `cu_seq_lens_q`.
+  The two rules disagree about a document that skips positions, begins at another position, or goes back half way, so
+  it is refused, with the advice to send `cu_seq_lens_q`.
 - With explicit boundaries, positions count by one inside each document and may begin anywhere (a document whose
-  beginning was cut off). The model uses them as they are. If the model counts positions by itself, they must begin at
-  0.
+  beginning was cut off), except in a model that counts positions by itself: there they begin at 0.
 - A row with a single document is not packed, and any positions are allowed.
 - With a mask of padding transformers ignores positions. Restarts among the tokens under the mask would let documents
   see each other, so they are refused. A mask of four dimensions belongs to the caller, and the call is left alone.
@@ -63,20 +61,16 @@ def layout_of(
     tokens = call.get("input_ids") if embedded is None else embedded
     if tokens is None or tokens.dim() < 2:
         return None
-    # transformers' continuous batching (`generate_batch`) generates over a paged cache: its offsets of keys, one for
-    # each kind of layer, count what is cached.
+    # Continuous batching (`generate_batch`): its offsets of keys, one for each kind of layer, count what is cached.
     if isinstance(call.get("cu_seq_lens_k"), dict):
         return None
     shape = (tokens.shape[0], tokens.shape[1])
-    # A filled cache means generation, where each call holds the next tokens of one document. So it is checked before
-    # the boundaries.
+    # Generation holds the next tokens of one document in each call, so this comes before the boundaries.
     if cache := filled_cache(call):
         refuse_beside_cache(call, shape, cache)
         return None
-    # Such a mask is wrong beside every source of boundaries.
     refuse_numbered_mask(call.get("attention_mask"))
-    # Cheap sources come first. `packed_layout` has its lengths on the host. The two others are tensors that are copied
-    # from the device, which makes the host wait.
+    # `packed_layout` has its lengths on the host. The others are copied from the device, which makes the host wait.
     layout = call.get("packed_layout")
     if layout is None and call.get("cu_seq_lens_q") is not None:
         layout = _from_flash_kwargs(call)
@@ -129,11 +123,8 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
             f"the boundaries describe {layout.num_tokens} tokens, the batch has {shape[0]} x {shape[1]}.",
             do="Send boundaries of the same batch.",
         )
-    # FlashAttention's offsets do not tell the rows of the batch. The new layout refuses documents that cross the end
-    # of a row.
-    if layout.rows != shape[0]:
-        layout = PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
-    return layout
+    # FlashAttention's offsets do not tell the rows. The new layout refuses documents that cross the end of a row.
+    return layout if layout.rows == shape[0] else PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
 
 
 def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLayout | None:

@@ -1,10 +1,9 @@
 """`PackedLayout`, the documents of a packed batch, and `AttentionLayout`, who attends to whom in one attention call.
 
-A `PackedLayout` travels from the collator to the attention kernel. It holds lengths and offsets only. The sliding
-window is an argument of the attention call.
+A `PackedLayout` travels from the collator to the attention kernel.
 
-Shape letters: B rows, L row length, T packed tokens (B * L), S segments. A segment is a document, unless documents
-share a prefix (`shared_prefix.py`); M keys of all segments.
+Shape letters: B rows, L row length, T packed tokens (B * L), S segments (documents, unless documents share a prefix,
+see `shared_prefix.py`), M keys of all segments.
 """
 
 from __future__ import annotations
@@ -36,21 +35,19 @@ class AttentionLayout:
     sliding window reaches as far to the right as to the left.
 
     Args:
-        queries ([`PackedLayout`]):
-            The segments of the queries.
-        keys ([`PackedLayout`]):
-            The segments of the keys; the same layout if documents share no prefix.
+        queries ([`PackedLayout`]), keys ([`PackedLayout`]):
+            The segments of both; the same layout if documents share no prefix.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a query sees only the keys up to its own. If not, it sees all keys of its segment.
         key_gather ([`TokenGather`], *optional*):
-            The copies that make the keys from the row's tokens. By default the keys are the row's tokens.
+            The copies that make the keys. By default the keys are the row's tokens.
     """
 
     queries: PackedLayout
     keys: PackedLayout
     causal: bool = True
     key_gather: TokenGather | None = None
-    # Results that a kernel derives from the segments (block masks), kept for the other layers of the same forward.
+    # Results that a kernel derives from the segments (block masks), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -101,24 +98,22 @@ class PackedLayout:
         rows (`int`, *optional*, defaults to `1`):
             Number of rows B that hold the T tokens.
         padding (`int`, *optional*, defaults to `0`):
-            Number of padding tokens: the last document, or a document that only keeps a rank busy. It is used for
-            counting only.
+            Number of padding tokens, for counting: the last document, or one that only keeps a rank busy.
         documents (`tuple[tuple[int, ...], ...]`, *optional*):
-            The segment numbers of each document, the prefix first, if documents share prefixes. By default each
-            segment is a document.
+            The segment numbers of each document, the prefix first. By default each segment is a document.
         blocks ([`Blocks`], *optional*):
             Tokens that see each other in both directions, as those of an image do in some models.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
         prefix_tree ([`PrefixTree`], *optional*):
-            The common prefixes of the documents, if the collator has looked for them. The row still holds whole
-            documents: a model patched with `share_prefixes=True` computes each prefix once.
+            The common prefixes of these whole documents, if the collator has looked for them: a model patched with
+            `share_prefixes=True` computes each prefix once.
         shard ([`RowShard`], *optional*):
             The part that this process holds, if several share the row. Other fields describe the whole row.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
-            or if the documents do not fit the segments.
+            if a segment is in no document, or if it follows different segments in different documents.
     """
 
     cu_seqlens: torch.Tensor
@@ -174,8 +169,7 @@ class PackedLayout:
         Its offsets are on `device`. With `documents`, `lengths` are those of segments, see [`PackedLayout`].
 
         Raises:
-            [`InvalidLayout`]: if a length is not an integer or not positive, if the documents do not fill the rows, if
-                a segment is in no document, or if it follows different segments in different documents.
+            [`InvalidLayout`]: if a length is not an integer, and as for [`PackedLayout`].
         """
         try:
             # `index` accepts integers of numpy and torch. It refuses floats, which `int` would cut off.
@@ -226,8 +220,8 @@ class PackedLayout:
         lengths = [end - start for start, end in itertools.pairwise(offsets)]
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
-    # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass allows.
-    @cached_property  # every layer reads it
+    # Every layer reads these. `cached_property` writes into `__dict__`, which a frozen dataclass allows.
+    @cached_property
     def num_tokens(self) -> int:
         """Number of tokens T, with padding."""
         return sum(self.lengths)
@@ -247,12 +241,12 @@ class PackedLayout:
         """Rows and row length that this process holds."""
         return self.rows, self.row_length if self.shard is None else self.row_length // self.shard.size
 
-    @cached_property  # every layer reads it
+    @cached_property
     def whole(self) -> PackedLayout:
         """The layout of the whole row in a process that holds a part of it."""
         return self if self.shard is None else replace(self, shard=None, memo={})
 
-    @cached_property  # every layer reads it
+    @cached_property
     def max_seqlen(self) -> int:
         """Length of the longest document, in tokens."""
         return max(self.lengths) if self.documents is None else self.full_sequences.max_seqlen
@@ -262,7 +256,7 @@ class PackedLayout:
         """True if documents share prefixes that the row holds once."""
         return self.documents is not None
 
-    @cached_property  # every layer reads it
+    @cached_property
     def attention(self) -> AttentionLayout:
         """The attention layout: each token attends to its document's earlier tokens and itself, or to all of it."""
         # Not `self`: the two would refer to each other, and live until Python's garbage collector runs.
@@ -297,7 +291,7 @@ class PackedLayout:
         """Return this layout with tokens that see their whole document."""
         return replace(self, causal=False, memo={})
 
-    @cached_property  # every layer reads it
+    @cached_property
     def full_sequences(self) -> PackedLayout:
         """The layout of whole documents, each with its own copy of its prefix, one after the other."""
         if self.documents is None:
@@ -305,14 +299,14 @@ class PackedLayout:
         lengths = [sum(self.lengths[i] for i in document) for document in self.documents]
         return PackedLayout.from_lengths(lengths, device=self.cu_seqlens.device)
 
-    @cached_property  # every layer reads it
+    @cached_property
     def sequence_gather(self) -> TokenGather | None:
         """The copies that make `full_sequences` from the row's tokens, `None` if nothing is shared."""
         if self.documents is None:
             return None
         return TokenGather.of_segments(self.lengths, self.documents, self.cu_seqlens.device)
 
-    @cached_property  # every layer reads it
+    @cached_property
     def pairs_saved(self) -> float:
         """Pairs of query and key of whole documents, divided by those of segments whose prefixes run once."""
         attention = self.attention
@@ -321,7 +315,7 @@ class PackedLayout:
         pairs = zip(attention.queries.lengths, attention.keys.lengths, strict=True)
         return whole / sum(n**2 / 2 if n == m else n * m for n, m in pairs)
 
-    @cached_property  # every layer reads it
+    @cached_property
     def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Offsets `(S + 1,)`, int32, and a tensor `(max_seqlen + 1, 0)`: lengths as sizes on the host, for graphs.
 
@@ -330,7 +324,7 @@ class PackedLayout:
         """
         return _offsets(self.lengths), torch.empty(max(self.lengths) + 1, 0)
 
-    @cached_property  # every call reads it
+    @cached_property
     def graph_tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of this layout that a compiled graph may read. Their sizes may change between batches."""
         attention, gather = self.attention, self.sequence_gather
@@ -341,7 +335,7 @@ class PackedLayout:
         return (*own, *self.full_sequences.graph_tensors, *indices)
 
     def position_ids(self) -> torch.Tensor:
-        """Return each token's position in its document, int64, shape `(B, L)`. Positions continue after a prefix."""
+        """Return each token's position in its document, int64, shape `(B, L)`."""
         if (gather := self.sequence_gather) is not None:
             return self.full_sequences.position_ids()[:, gather.first_index]
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]

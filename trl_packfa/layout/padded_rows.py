@@ -15,7 +15,7 @@ import torch
 from ..errors import InvalidLayout
 from .packed import PackedLayout
 
-# Attribute of a mask whose rows are known, so that no later call reads it again.
+# Attribute of a mask whose rows are known.
 _KNOWN = "_trl_packfa_rows"
 
 
@@ -55,13 +55,13 @@ class PaddedRows:
     """
 
     shape: tuple[int, int]  # of the batch, `(B, L)`
-    # First column and number of tokens of each row, on the host. A row of only pads has a length of 0.
+    # First column and number of tokens of each row. A row of only pads has a length of 0.
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     # Length of each row in the padded run, if the step was re-cut. In any other batch it is L.
     widths: tuple[int, ...] | None = None
-    # Index and layout for each device. Calls under `torch.inference_mode()` have their own: autograd does not accept
-    # tensors that were made there.
+    # Index and layout for each device; under `torch.inference_mode()` others, as autograd does not accept tensors that
+    # were made there.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -116,8 +116,11 @@ class PaddedRows:
         """Return the layout of the row without pads, `(1, T)`: each padded row that has tokens is a document."""
         key = ("layout", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
-            self.memo[key] = PackedLayout.from_lengths([n for n in self.lengths if n], device=device)
+            self.memo[key] = self._make_layout(device)
         return self.memo[key]
+
+    def _make_layout(self, device: torch.device) -> PackedLayout:
+        return PackedLayout.from_lengths([n for n in self.lengths if n], device=device)
 
     def index(self, device: torch.device) -> torch.Tensor:
         """Return the index of each true token among the `B * L` places, int64, shape `(T,)`."""
@@ -136,15 +139,12 @@ class PaddedRows:
         return self.index(device)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
-        """Return positions that count each row's tokens from 0, int64, shape `(B, L)`; 0 at pads before them."""
+        """Return positions that count each row's tokens from 0, int64, shape `(B, L)`; 0 at pads before."""
         starts = torch.tensor(self.starts, device=device)[:, None]
         return (torch.arange(self.shape[1], device=device) - starts).clamp(min=0)
 
     def padded_lengths(self, device: torch.device) -> torch.Tensor:
-        """Return for each token of the row without pads the length of its row in the padded run.
-
-        The shape is `(1, num_packed)`, or it is one number if all lengths are equal.
-        """
+        """Return each packed token's row length in the padded run, `(1, num_packed)`; one number if all are equal."""
         if self.widths is None:
             return torch.tensor(self.shape[1], device=device)
         return self.take(torch.tensor(self.widths, device=device)[:, None].expand(self.shape))
@@ -162,10 +162,7 @@ class PaddedRows:
         return places.index_copy(0, self.index(flat.device), flat)
 
     def take_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments for the row without pads.
-
-        Every tensor `(B, L, ...)` is converted, also with an axis of position kinds before B.
-        """
+        """Return a call's arguments for the row without pads: every tensor with a [`PaddedRows.row_axis`] changes."""
         taken = {name: value for name, value in call.items() if name != "attention_mask"}
         for name, value in taken.items():
             axis = self.row_axis(value)
@@ -189,8 +186,8 @@ class PaddedRows:
     def row_of_call(self, call: Mapping[str, Any], row: int) -> dict[str, Any]:
         """Return a call's arguments for one row by itself, without its pads.
 
-        Positions that count tokens are left out, as the model counts them so by itself. Positions with an axis of
-        kinds (time, height, width) are kept.
+        Positions that count tokens are left out, as the model counts them so by itself; those with an axis of kinds
+        are kept.
         """
         part = slice(self.starts[row], self.starts[row] + self.lengths[row])
         own: dict[str, Any] = {}
@@ -240,10 +237,9 @@ def tell_rows(mask: torch.Tensor, rows: PaddedRows) -> None:
 
 
 def as_rows(call: dict[str, Any], shape: tuple[int, int]) -> None:
-    """Expand arguments with one row `(1, L, ...)` to the batch's `(B, L, ...)`, in place.
+    """Expand arguments with one row, `(1, L, ...)` or `(kinds, 1, L)`, to the batch's B rows, in place.
 
-    Positions that all rows share are an example; transformers' own code broadcasts them. An axis of position kinds
-    before the row is allowed.
+    transformers' own code broadcasts them: positions that all rows share are an example.
     """
     rows, length = shape
     for name, value in call.items():

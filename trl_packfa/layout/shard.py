@@ -23,10 +23,7 @@ class RowShard:
 
     @classmethod
     def of(cls, group: distributed.ProcessGroup | distributed.DeviceMesh) -> RowShard:
-        """Make the shard of this process from its group, or from a device mesh of one dimension.
-
-        Raise [`InvalidConfig`] if this process is not in the group.
-        """
+        """Make this process's shard of a group or mesh of one dimension. Raise [`InvalidConfig`] if it is in none."""
         group = group.get_group() if isinstance(group, distributed.DeviceMesh) else group
         rank = distributed.get_rank(group)
         if rank < 0:

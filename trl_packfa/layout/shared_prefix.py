@@ -58,20 +58,29 @@ class TokenGather:
         cls, lengths: Sequence[int], groups: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     ) -> TokenGather:
         """Plan the copies for groups of segment numbers. `lengths` are those of all segments, in the row's order."""
-        starts = [0, *itertools.accumulate(lengths)]
-        index = torch.cat([torch.arange(starts[i], starts[i + 1]) for group in groups for i in group])
+        starts, segments = [0, *itertools.accumulate(lengths)], [i for group in groups for i in group]
+        index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in segments])
         first_index = torch.from_numpy(np.unique(index.numpy(), return_index=True)[1])
-        first, again = _spans(lengths, groups)
-        return cls(index.to(device), first_index.to(device), first, again, starts[-1])
+        # The first copies and the further copies, with neighbours joined.
+        first: list[Span] = []
+        again: list[Span] = []
+        known: set[int] = set()
+        places = itertools.accumulate((lengths[i] for i in segments), initial=0)
+        for segment, place in zip(segments, places, strict=False):
+            spans, span = again if segment in known else first, Span(starts[segment], place, lengths[segment])
+            last = spans[-1] if spans else None
+            if last is not None and (last.start + last.length, last.place + last.length) == span[:2]:
+                spans[-1] = last._replace(length=last.length + span.length)
+            else:
+                spans.append(span)
+            known.add(segment)
+        return cls(index.to(device), first_index.to(device), tuple(first), tuple(again), starts[-1])
 
     @classmethod
     def of_spans(
         cls, spans: Sequence[tuple[int, int]], num_tokens: int, device: torch.device | str = "cpu"
     ) -> TokenGather:
-        """Plan the copies of these spans `(start, stop)` of a row. Tokens may be in several spans or in none.
-
-        `take_first` is for copies of every token, so it cannot be used with this plan.
-        """
+        """Plan the copies of these spans `(start, stop)`. Tokens may be in none, so `take_first` cannot be used."""
         index = torch.cat([torch.arange(start, stop) for start, stop in spans])
         places = itertools.accumulate((stop - start for start, stop in spans), initial=0)
         again = tuple(Span(start, place, stop - start) for (start, stop), place in zip(spans, places, strict=False))
@@ -119,25 +128,6 @@ def visible_segments(documents: Sequence[tuple[int, ...]]) -> list[tuple[int, ..
     # Documents (0, 1) and (0, 2) give [(0,), (0, 1), (0, 2)].
     seen = {segment: document[: i + 1] for document in documents for i, segment in enumerate(document)}
     return [seen[segment] for segment in range(len(seen))]
-
-
-def _spans(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return the first copies and the further copies of segments, with neighbours joined."""
-    starts = [0, *itertools.accumulate(lengths)]
-    first: list[Span] = []
-    again: list[Span] = []
-    known: set[int] = set()
-    place = 0
-    for segment in itertools.chain.from_iterable(groups):
-        spans, span = again if segment in known else first, Span(starts[segment], place, lengths[segment])
-        last = spans[-1] if spans else None
-        if last is not None and (last.start + last.length, last.place + last.length) == span[:2]:
-            spans[-1] = last._replace(length=last.length + span.length)
-        else:
-            spans.append(span)
-        known.add(segment)
-        place += span.length
-    return tuple(first), tuple(again)
 
 
 def _by_index(tensor: torch.Tensor) -> bool:

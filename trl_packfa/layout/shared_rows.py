@@ -14,7 +14,7 @@ from .padded_rows import PaddedRows, remember, remembered
 from .prefix_tree import SHORTEST, PrefixTree
 from .shared_prefix import TokenGather
 
-# Attribute of input ids whose rows were compared, so that no later call compares them again.
+# Attribute of input ids whose rows were compared.
 _KNOWN = "_trl_packfa_shared"
 
 
@@ -48,12 +48,8 @@ class SharedRows(PaddedRows):
         document = sum(length > 0 for length in self.lengths[:row])
         return self.segments[self.documents[document][-1]] if self.lengths[row] else 0
 
-    def layout(self, device: torch.device) -> PackedLayout:
-        """Return the layout of the row without pads, `(1, T)`."""
-        key = ("shared", device, torch.is_inference_mode_enabled())
-        if key not in self.memo:
-            self.memo[key] = PackedLayout.from_lengths(self.segments, documents=self.documents, device=device)
-        return self.memo[key]
+    def _make_layout(self, device: torch.device) -> PackedLayout:
+        return PackedLayout.from_lengths(self.segments, documents=self.documents, device=device)
 
     def packed_index(self, device: torch.device) -> torch.Tensor:
         """Return the place of each of the row's tokens among the `B * L`, int64, `(T,)`."""
@@ -78,10 +74,7 @@ def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | No
 
 
 def tell_shared(input_ids: torch.Tensor, rows: PaddedRows) -> None:
-    """Attach to these ids which of their rows share a prefix: their collator has compared them on the host.
-
-    Rows other than [`SharedRows`] share nothing.
-    """
+    """Attach to these ids which rows their collator has found to share a prefix; none without [`SharedRows`]."""
     shared = rows if isinstance(rows, SharedRows) else None
     remember(input_ids, _KNOWN, ((rows.starts, rows.lengths), shared))
 
@@ -112,14 +105,12 @@ class SharedDocuments(SharedRows):
 def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> SharedDocuments | None:
     """Return the documents of a packed batch `(B, L)` with each common prefix once; `None` if no two share one.
 
-    If the collator has not compared the documents, the ids are copied to the host and compared, once for each layout.
+    The ids are copied to the host and compared once for each layout, unless the collator has compared them.
     """
     if _KNOWN not in layout.memo:
-        tree = layout.prefix_tree or tree_of(layout, input_ids)
-        layout.memo[_KNOWN] = None
-        if tree.saved:
-            shape = (layout.rows, layout.row_length)
-            layout.memo[_KNOWN] = SharedDocuments(shape, (), layout.lengths, **tree._asdict())
+        tree, shape = layout.prefix_tree or tree_of(layout, input_ids), (layout.rows, layout.row_length)
+        shared = SharedDocuments(shape, (), layout.lengths, **tree._asdict())
+        layout.memo[_KNOWN] = shared if tree.saved else None
     return layout.memo[_KNOWN]
 
 
