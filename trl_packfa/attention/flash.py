@@ -136,7 +136,7 @@ class FlashBackend(AttentionBackend):
     capabilities = FLASH
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """List the limits of the capabilities, a missing package, and missing arguments of the installed version."""
+        """List its limits, a missing package, and missing arguments of the installed version."""
         reasons = self.capabilities.refusals(request)
         if request.device.type != "cuda":
             return reasons
