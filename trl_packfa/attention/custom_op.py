@@ -93,7 +93,7 @@ def _attend(*inputs: Any) -> torch.Tensor:
 @torch.library.impl("trl_packfa::attend_backward", "default")
 def _attend_backward(grad: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the four tensors. Without sinks, the fourth has no elements."""
-    tensors = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:4]]
+    tensors: list[Any] = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:4]]
     given = [tensor for tensor in tensors if tensor is not None]
     with torch.enable_grad():
         out = _run(*tensors, *inputs[4:])
