@@ -56,8 +56,6 @@ class Heads(NamedTuple):
 
 
 class Floors(NamedTuple):
-    """Best rates of this machine, per second."""
-
     flops: float
     bytes: float
 
@@ -235,7 +233,6 @@ def attend_with(side: str, layout: PackedLayout, heads: Heads) -> Callable[..., 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the rows and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")

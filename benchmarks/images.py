@@ -28,7 +28,6 @@ SIDES = (PADDED, "minibatch", "step")
 
 
 def build(documents, seed):
-    """Build the model, the processor and the dataset."""
     import numpy as np
     import torch
     from datasets import Dataset
@@ -134,7 +133,6 @@ def run_side(side, documents, seed):
 
 
 def main():
-    """Run all sides in turn and print a row for each run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

@@ -45,7 +45,6 @@ def build() -> LlamaForCausalLM:
 
 
 def row(length: int, *, seed: int = 0) -> dict[str, Any]:
-    """Make a packed row of so many tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (length // DOCUMENT, DOCUMENT), generator=generator).tolist()
     return DataCollatorForPacking(return_flash_attn_kwargs=False)([{"input_ids": document} for document in ids])
@@ -118,7 +117,6 @@ def run(work: Any, world: int, length: int) -> list[Any]:
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--lengths", default="8192,16384,32768,65536")

@@ -111,7 +111,6 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
 
 
 def _missing() -> list[str]:
-    """List the reasons for a missing kernel: broken packages, or else the package to install."""
     broken = [f"{package} is installed but cannot be imported ({said})" for package, said in _BROKEN.items()]
     if not broken:
         return [

@@ -31,11 +31,7 @@ _BINS = 60
 
 
 def figures(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the caption and the SVG of each plot.
-
-    Raises:
-        [`MissingPackage`]: if matplotlib is not installed.
-    """
+    """Yield the caption and the SVG of each plot; raise [`MissingPackage`] if matplotlib is not installed."""
     matplotlib = require_matplotlib("--html")
     style = {
         "svg.fonttype": "none",

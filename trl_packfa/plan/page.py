@@ -24,11 +24,7 @@ _CHOSEN = ' class="chosen"'
 
 
 def render(plan: Plan) -> str:
-    """Return the HTML of the page.
-
-    Raises:
-        [`MissingPackage`]: if matplotlib is not installed.
-    """
+    """Return the HTML of the page; raise [`MissingPackage`] if matplotlib is not installed."""
     plots = "\n".join(
         f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in figures(plan)
     )

@@ -209,7 +209,6 @@ class RichProgressCallback(TrainerCallback):
         return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
 
     def _say(self, state: TrainerState, *parts: str) -> None:
-        """Print a line that begins with the step."""
         self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))
 
     def _print(self, line: str) -> None:
