@@ -19,6 +19,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,16 +66,10 @@ def measure_memory(rank: int, world: int, length: int, out: Any) -> None:
     mesh, model = group_of(world), build()
     for tokens in (2 * DOCUMENT, length):  # a short row first, so that gradients and workspaces exist
         batch = shard_batch(row(tokens), mesh) if world > 1 else row(tokens)
-        before = resident_now()
+        before = psutil.Process().memory_info().rss
         reset_resident_peak()
         loss_of(model, batch, tokens).backward()
     out[rank] = resident_peak() - before
-
-
-def resident_now() -> int:
-    """Return the resident bytes of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_time(rank: int, world: int, length: int, out: Any, repeats: int = 7) -> None:
