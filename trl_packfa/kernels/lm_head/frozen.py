@@ -1,8 +1,7 @@
 """A frozen LM head on CUDA in two products instead of three, with TRL's Triton kernels.
 
-TRL's head computes the logits again in its backward, in tiles of the vocabulary. With a frozen head, the gradient of
-its input is linear in the gradient of each log-probability. So it is computed in the forward, from logits over the
-whole vocabulary, and only scaled in the backward. `chunked.py` does the same on devices without a Triton kernel.
+TRL's head computes the logits again in its backward, in tiles of the vocabulary. Here the gradient of the input is
+computed in the forward, from logits over the whole vocabulary, and only scaled later, for the reason in `chunked.py`.
 
 Shape letters: P trained positions, D model dim, V vocabulary; n positions of a tile.
 """
@@ -92,11 +91,10 @@ def can_be_frozen(weight: torch.Tensor) -> bool:
 
 
 class FrozenLogProbs(torch.autograd.Function):
-    """Autograd function that returns log-probabilities `(P,)` of labels, entropies `(P,)` and top-1 flags `(P,)`.
+    """Autograd function with the arguments and results of [`TrainedLogProbs`], for a head that is frozen.
 
-    Inputs are hidden states `(P, D)`, a frozen head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`. A
-    top-1 flag says that the label is the most likely token. Logits are computed in the dtype of the hidden states, or
-    in autocast's dtype; everything else is float32. The gradient of the hidden states is rounded once, as in TRL.
+    Logits are computed in the dtype of the hidden states, or in autocast's dtype; everything else is float32. The
+    gradient of the hidden states is rounded once, as in TRL.
     """
 
     @staticmethod
