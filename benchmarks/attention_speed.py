@@ -9,17 +9,16 @@ Each measurement runs in its own process, so that its peak memory is its own. Si
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
@@ -35,7 +34,10 @@ from trl_packfa.plan.gather import read_length_list
 from trl_packfa.runtime.datasheet import datasheet_flops
 from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
-TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
+# Sides with transformers' own mask and attention, and their name in transformers.
+TRANSFORMERS = "transformers-sdpa"
+_OWN = {TRANSFORMERS: "sdpa", "transformers-flex": "flex_attention"}
+_DEVICE, _DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 _WARM_UP, _SECONDS = 2, 1.0
 _COPIED_BYTES = 2**28
 # The most documents that are drawn for a row.
@@ -43,7 +45,6 @@ _DRAWN = 20_000
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
 Row = dict[str, Any]
-Attend = Callable[..., torch.Tensor]
 
 
 class Heads(NamedTuple):
@@ -54,12 +55,7 @@ class Heads(NamedTuple):
     dim: int = 64
 
 
-FEW_HEADS = Heads()
-
-
 class Floors(NamedTuple):
-    """Best rates of this machine: floating point operations and bytes per second."""
-
     flops: float
     bytes: float
 
@@ -69,7 +65,7 @@ def bench_attention(
     tokens: list[int],
     mixes: list[str],
     sides: list[str] | None = None,
-    heads: Heads = FEW_HEADS,
+    heads: Heads = Heads(),  # noqa: B008  # immutable
     repeats: int = 3,
     slowest: float = 60.0,
 ) -> list[Row]:
@@ -83,10 +79,10 @@ def bench_attention(
     """
     for mix in mixes:
         draw_lengths(mix, 1, seed=0)
-    known = attention_sides(_request(heads))
-    device = torch.device(_device())
+    device = torch.device(_DEVICE)
+    known = attention_sides(AttentionRequest(device, _DTYPE, heads.dim, heads.query, heads.key_value))
     # Known GPUs: take the peak of the data sheet, because a product of this size does not fill a GPU.
-    peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
+    peak = datasheet_flops(device, _DTYPE) or matmul_flops(2048, 2048, 2048, dtype=_DTYPE, device=device)
     floors = Floors(peak, _bandwidth(device))
     rows = []
     for mix in mixes:
@@ -134,19 +130,13 @@ def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
 
 
 def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: str, floor: float) -> Row:
-    failed = [run["failed"] for run in runs if "failed" in run]
-    row = {"mix": mix.rsplit("/", 1)[-1], "tokens": tokens, "side": side}
-    if reason or failed:
-        return {**row, "us/token": None, "times the floor": None, "KB/token": None, "remark": reason or failed[0]}
-    seconds = statistics.median(run["seconds"] for run in runs)
-    memory = statistics.median(run["bytes"] for run in runs)
-    return {
-        **row,
-        "us/token": round(seconds / tokens * 1e6, 1),
-        "times the floor": round(seconds / floor, 1),
-        "KB/token": round(memory / tokens / 1e3, 1),
-        "remark": "",
-    }
+    remark = reason or next((run["failed"] for run in runs if "failed" in run), "")
+    figures: dict[str, float | None] = dict.fromkeys(("us/token", "times the floor", "KB/token"))
+    if not remark:
+        seconds, memory = (statistics.median(run[name] for run in runs) for name in ("seconds", "bytes"))
+        found = (seconds / tokens * 1e6, seconds / floor, memory / tokens / 1e3)
+        figures = {name: round(value, 1) for name, value in zip(figures, found, strict=True)}
+    return {"mix": mix.rsplit("/", 1)[-1], "tokens": tokens, "side": side, **figures, "remark": remark}
 
 
 def _reason(
@@ -157,9 +147,10 @@ def _reason(
         return f"there is no side '{side}', only {', '.join(known)}"
     if known[side]:
         return f"not here: {known[side]}"
-    dense = side == TRANSFORMERS
-    if dense and dense_bytes(tokens) > available_memory() / 2:
-        return f"its T x T mask takes {dense_bytes(tokens) / 1e9:.0f} GB, {available_memory() / 1e9:.0f} are free"
+    dense, mask = side == TRANSFORMERS, _DENSE_BYTES * tokens * tokens
+    free = torch.cuda.mem_get_info()[0] if _DEVICE == "cuda" else psutil.virtual_memory().available
+    if dense and mask > free / 2:
+        return f"its T x T mask takes {mask / 1e9:.0f} GB, {free / 1e9:.0f} are free"
     lengths = [tokens] if dense else document_lengths(mix, tokens, seed=0)
     least = attention_flops(lengths, heads) * (2 if dense else 1) / floors.flops
     return f"its arithmetic alone takes {least:.0f} s" if least > slowest else ""
@@ -180,9 +171,8 @@ def attention_bytes(tokens: int, heads: Heads, size: int) -> float:
 
 def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
     """Return the least seconds that any attention needs on this machine."""
-    size = torch.empty(0, dtype=_dtype()).element_size()
-    flops, moved = attention_flops(lengths, heads), attention_bytes(sum(lengths), heads, size)
-    return max(flops / floors.flops, moved / floors.bytes)
+    moved = attention_bytes(sum(lengths), heads, _DTYPE.itemsize)
+    return max(attention_flops(lengths, heads) / floors.flops, moved / floors.bytes)
 
 
 def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, Any]:
@@ -195,11 +185,10 @@ def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> di
 
 def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, float]:
     """Measure in this process: median seconds of a forward and backward, and the peak memory that it adds."""
-    layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_device())
+    layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_DEVICE)
     shapes = [(tokens, number, heads.dim) for number in (heads.query, heads.key_value, heads.key_value)]
-    tensors = [torch.randn(s, device=_device(), dtype=_dtype(), requires_grad=True) for s in shapes]
-    upstream = torch.randn_like(tensors[0])
-    attend = attend_with(side, layout, heads=heads.query, key_value_heads=heads.key_value, head_dim=heads.dim)
+    tensors = [torch.randn(s, device=_DEVICE, dtype=_DTYPE, requires_grad=True) for s in shapes]
+    upstream, attend = torch.randn_like(tensors[0]), attend_with(side, layout, heads)
     memory, seconds = PeakMemory(), []
     memory.reset()
     while sum(seconds[_WARM_UP:]) < _SECONDS:
@@ -215,74 +204,43 @@ def attention_sides(request: AttentionRequest) -> dict[str, str]:
     """Return every side with the reason why it cannot run on this machine; an empty string if it can."""
     sides = {b.name: "; ".join(b.refusals(request)) for b in BACKENDS if b.capabilities.is_selectable}
     flex = "" if request.device.type == "cuda" else "on a CPU, flex_attention has no backward"
-    return {**sides, TRANSFORMERS: "", TRANSFORMERS_FLEX: flex}
+    return {**sides, **dict(zip(_OWN, ("", flex), strict=True))}
 
 
-def dense_bytes(tokens: int) -> int:
-    """Return the bytes of transformers' T x T mask and of the attention with it."""
-    return _DENSE_BYTES * tokens * tokens
+def attend_with(side: str, layout: PackedLayout, heads: Heads) -> Callable[..., torch.Tensor]:
+    """Return the attention function of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`.
 
-
-def attend_with(side: str, layout: PackedLayout, *, heads: int, key_value_heads: int, head_dim: int) -> Attend:
-    """Return the attention function of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`."""
-    if side not in (TRANSFORMERS, TRANSFORMERS_FLEX):
-        arguments = AttentionArguments(scaling=head_dim**-0.5)
-        return lambda query, key, value: get_backend(side)(query, key, value, arguments.on(layout.attention))
-    return _transformers(side, layout, heads, key_value_heads, head_dim)
-
-
-def _transformers(side: str, layout: PackedLayout, heads: int, key_value_heads: int, head_dim: int) -> Attend:
-    """Return an attention that calls transformers' own mask and attention functions, as an unpatched Llama does."""
-    name = "sdpa" if side == TRANSFORMERS else "flex_attention"
-    config = LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads)
-    config._attn_implementation = name
-    attention: Any = AttentionInterface()[name]
+    transformers' sides call its mask and attention functions, as an unpatched Llama does.
+    """
+    scaling = heads.dim**-0.5
+    if side not in _OWN:
+        call = AttentionArguments(scaling=scaling).on(layout.attention)
+        return lambda query, key, value: get_backend(side)(query, key, value, call)
+    config = LlamaConfig(hidden_size=heads.query * heads.dim, num_attention_heads=heads.query)
+    config._attn_implementation = _OWN[side]
+    attention: Any = AttentionInterface()[_OWN[side]]
     module: Any = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = heads // key_value_heads, True
+    module.num_key_value_groups, module.is_causal = heads.query // heads.key_value, True
     positions = layout.position_ids()
 
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         embeddings = qkv[0].new_empty(1, layout.num_tokens, 1)
         mask = create_causal_mask(config, embeddings, None, None, position_ids=positions)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in qkv)
-        return attention(module, query, key, value, mask, scaling=head_dim**-0.5)[0][0]
+        return attention(module, query, key, value, mask, scaling=scaling)[0][0]
 
     return attend
 
 
-def available_memory() -> int:
-    """Return the free bytes on the GPU if there is one, else of the machine."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    path = Path("/proc/meminfo")
-    if path.exists():
-        line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype() -> torch.dtype:
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-
-
-def _request(heads: Heads) -> AttentionRequest:
-    return AttentionRequest(torch.device(_device()), _dtype(), heads.dim, heads.query, heads.key_value)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the rows and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
     parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
     parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
-    parser.add_argument("--heads", type=int, default=FEW_HEADS.query, help="query heads")
-    parser.add_argument("--key_value_heads", type=int, default=FEW_HEADS.key_value, help="key/value heads")
-    parser.add_argument("--head_dim", type=int, default=FEW_HEADS.dim, help="size of a head")
+    parser.add_argument("--heads", type=int, default=Heads().query, help="query heads")
+    parser.add_argument("--key_value_heads", type=int, default=Heads().key_value, help="key/value heads")
+    parser.add_argument("--head_dim", type=int, default=Heads().dim, help="size of a head")
     parser.add_argument("--repeats", type=int, default=3, help="number of random draws of documents")
     parser.add_argument("--slowest", type=float, default=60.0, help="skip a side that needs more seconds than this")
     add_json(parser)

@@ -62,7 +62,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "table2.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "padded_and_packed.svg")

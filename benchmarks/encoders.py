@@ -43,7 +43,6 @@ _SHAPES = {
 
 
 def encoder(shape, head, **sizes):
-    """Build an encoder of a shape."""
     return small_encoder("bert" if shape == "minilm" else shape, head, **{**_SHAPES[shape], **sizes})
 
 
@@ -76,7 +75,6 @@ def training_step(args, shape):
 
 
 def random_sentence_transformer(shape, tokenizer):
-    """Build a `SentenceTransformer` of a shape with random weights."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -89,7 +87,6 @@ def random_sentence_transformer(shape, tokenizer):
 
 
 def random_tokenizer(args):
-    """Return the tokenizer for models with random weights."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else tiny.tokenizer()
     tokenizer.model_max_length = args.longest
     if tokenizer.pad_token is None:

@@ -12,14 +12,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
-from trl_packfa.bench.environment import HEAP
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.bench.environment import large_heap
+from trl_packfa.runtime.memory import resident_peak
 
 _VOCABULARY, _WIDTH, _PATCH = 8192, 512, 16
 _MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -27,28 +45,15 @@ PADDED = "TRL, padded"
 SIDES = (PADDED, "minibatch", "step")
 
 
+class WithoutVideos(Qwen3VLProcessor):
+    """Qwen3-VL's processor without a video processor, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        if argument_name != "video_processor":
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+
 def build(documents, seed):
-    """Build the model, the processor and the dataset."""
-    import numpy as np
-    import torch
-    from datasets import Dataset
-    from PIL import Image
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessorPil,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-    )
-
-    class WithoutVideos(Qwen3VLProcessor):
-        """Qwen3-VL's processor without a video processor, which needs torchvision."""
-
-        def check_argument_for_proper_class(self, argument_name, argument):
-            if argument_name != "video_processor":
-                return super().check_argument_for_proper_class(argument_name, argument)
-
     torch.manual_seed(seed)
     marks = ["<pad>", "<s>", "</s>", "<unk>", *_MARKS]
     vocabulary = {word: i for i, word in enumerate([*marks, *(f"w{i}" for i in range(_VOCABULARY - len(marks)))])}
@@ -61,12 +66,8 @@ def build(documents, seed):
         "<|vision_start|> <|image_pad|> <|vision_end|> {% else %}{{ part['text'] }}{% endif %}{% endfor %} </s> "
         "{% endfor %}"
     )
-    images = Qwen2VLImageProcessorPil(
-        patch_size=_PATCH,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 64 * 64, "longest_edge": 320 * 320},
-    )
+    size = {"shortest_edge": 64 * 64, "longest_edge": 320 * 320}
+    images = Qwen2VLImageProcessorPil(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=size)
     processor = WithoutVideos(images, tokenizer, chat_template=template)
     text = {
         "vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -97,13 +98,7 @@ def build(documents, seed):
 
 
 def run_side(side, documents, seed):
-    """Train one epoch on one side, and print its figures as JSON."""
-    import torch
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
-
-    from trl_packfa import PackedSFTConfig, PackedSFTTrainer
-
+    """Train one epoch on one side and return its figures."""
     torch.set_num_threads(os.cpu_count() or 1)
     model, processor, data = build(documents, seed)
     layers = r".*language_model.*(q_proj|k_proj|v_proj|o_proj|up_proj|down_proj|gate_proj)"
@@ -124,34 +119,24 @@ def run_side(side, documents, seed):
     seconds, worked = time.perf_counter() - started, time.process_time() - worked
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     tokens = logs[-1]["num_tokens"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    figures = {
+    return {
         "side": side, "seconds": round(seconds, 1), "CPU seconds": round(worked, 1),
-        "tokens/s": round(tokens / seconds), "peak MB": round(peak),
+        "tokens/s": round(tokens / seconds), "peak MB": round(resident_peak() / 2**20),
         "micro-batches": [entry.get("micro_batches") for entry in logs], "losses": [entry["loss"] for entry in logs],
     }  # fmt: skip
-    print("RESULT " + json.dumps(figures), flush=True)
 
 
 def main():
-    """Run all sides in turn and print a row for each run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--side", choices=SIDES, help="run this side only, in this process")
     args = parser.parse_args()
-    if args.side:
-        run_side(args.side, args.documents, args.seed)
-        return
-    # Large tensors stay in the heap, where they are reused. glibc reads this when a process starts.
-    variables = {**os.environ, **HEAP, "HF_HUB_OFFLINE": "1"}
     for _ in range(args.repeats):
         for side in SIDES:
-            options = ["--side", side, "--documents", str(args.documents), "--seed", str(args.seed)]
-            done = subprocess.run([sys.executable, __file__, *options], env=variables, capture_output=True, text=True)
-            found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            print(found[-1][7:] if found else done.stderr[-2000:], flush=True)
+            # Large tensors stay in the heap, where they are reused. glibc reads this when a process starts.
+            with large_heap(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                print(json.dumps(pool.submit(run_side, side, args.documents, args.seed).result()), flush=True)
 
 
 if __name__ == "__main__":

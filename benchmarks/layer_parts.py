@@ -113,7 +113,6 @@ def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the rows and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")

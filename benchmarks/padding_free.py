@@ -28,7 +28,6 @@ RESULTS = Path(__file__).parent / "results" / "padding_free.json"
 
 
 def compare(kind: str, *, lora: bool, steps: int) -> dict:
-    """Train one trainer with padding and without, and return the differences."""
     logs, weights = [], []
     packed = kind in _PACKED
     named, options = _PACKED.get(kind, (kind, {}))
@@ -60,7 +59,6 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    """Return the table of the documentation page."""
     lines = [
         "| trainer | models without pads | LoRA | places saved | micro-batches | loss | worst other metric | "
         "beyond 1e-5 |",

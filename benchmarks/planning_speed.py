@@ -61,7 +61,6 @@ def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the rows and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
     parser.add_argument("--documents", type=int, default=1_000_000)

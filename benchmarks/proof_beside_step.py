@@ -27,13 +27,10 @@ _STEPS, _RUN = 4, 500
 
 
 class _Clock(TrainerCallback):
-    """Callback that records when each optimizer step ends."""
-
     def __init__(self) -> None:
         self.marks: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the time."""
         self.marks.append(time.perf_counter())
 
 
@@ -72,7 +69,6 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print the rows and return the exit code."""
     return print_rows(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)
 
 

@@ -23,7 +23,6 @@ WORDS = (1_600, 151_936, 262_144)
 
 
 def small(words):
-    """Build a model of two layers with hidden size 8."""
     config = LlamaConfig(
         vocab_size=words, num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=1,
@@ -32,7 +31,6 @@ def small(words):
 
 
 def seconds(function, *args, **options):
-    """Measure the CPU seconds of a call."""
     started = time.process_time()
     function(*args, **options)
     return time.process_time() - started

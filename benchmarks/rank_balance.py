@@ -80,7 +80,6 @@ def _busiest(costs: np.ndarray) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the rows and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")

@@ -19,6 +19,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,7 +46,6 @@ def build() -> LlamaForCausalLM:
 
 
 def row(length: int, *, seed: int = 0) -> dict[str, Any]:
-    """Make a packed row of so many tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (length // DOCUMENT, DOCUMENT), generator=generator).tolist()
     return DataCollatorForPacking(return_flash_attn_kwargs=False)([{"input_ids": document} for document in ids])
@@ -66,16 +66,10 @@ def measure_memory(rank: int, world: int, length: int, out: Any) -> None:
     mesh, model = group_of(world), build()
     for tokens in (2 * DOCUMENT, length):  # a short row first, so that gradients and workspaces exist
         batch = shard_batch(row(tokens), mesh) if world > 1 else row(tokens)
-        before = resident_now()
+        before = psutil.Process().memory_info().rss
         reset_resident_peak()
         loss_of(model, batch, tokens).backward()
     out[rank] = resident_peak() - before
-
-
-def resident_now() -> int:
-    """Return the resident bytes of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_time(rank: int, world: int, length: int, out: Any, repeats: int = 7) -> None:
@@ -118,7 +112,6 @@ def run(work: Any, world: int, length: int) -> list[Any]:
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--lengths", default="8192,16384,32768,65536")

@@ -51,7 +51,6 @@ def conversations(path, count, thoughts, seed):
 
 
 def model(words):
-    """Make the model."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=words, hidden_size=256, intermediate_size=704, num_hidden_layers=8,
@@ -118,7 +117,6 @@ def measure(path, tokenizer, args):
 
 
 def main():
-    """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("datasets", nargs="+")
     parser.add_argument("--tokenizer", required=True)

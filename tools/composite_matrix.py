@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,10 +59,8 @@ def measure_type(name: str) -> dict[str, Any]:
         try:
             # Some models' own left-padded rows see their pads.
             sides = (False, True) if state.unpadding_report.against == "padded" else (False,)
-            return {
-                **found,
-                **_with_images(stock, model, sides, counts_pads=state.unpadding_report.unshifted > _LOGITS),
-            }
+            counts_pads = state.unpadding_report.unshifted > _LOGITS
+            return {**found, **_with_images(stock, model, sides, counts_pads=counts_pads)}
         except PackingError as error:
             return {**found, "verdict": "text only", "why": reason_of(error)}
 
@@ -172,14 +169,10 @@ def rows_that_see_each_other() -> Iterator[None]:
         PaddedRows.layout = original  # type: ignore[method-assign]
 
 
-def _show(name: str, result: dict[str, Any]) -> None:
-    print(name, result["verdict"], result.get("images", ""), result.get("why", ""), file=sys.stderr, flush=True)
-
-
 def main() -> None:
     """Measure every type and write the results."""
     what = "build, patch and compare every type with images or sounds"
-    run_types(what, COMPOSITES, composite_types(), measure_type, _show)
+    run_types(what, COMPOSITES, composite_types(), measure_type)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import signal
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -182,15 +181,10 @@ def _at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _show(name: str, result: dict[str, Any]) -> None:
-    for head, found in result.items():
-        print(name, head, *found.values(), file=sys.stderr, flush=True)
-
-
 def main() -> None:
     """Measure every type and write the results."""
     what = "build, patch and compare every encoder type with each of its heads"
-    run_types(what, ENCODERS, encoder_types(), measure_type, _show)
+    run_types(what, ENCODERS, encoder_types(), measure_type)
 
 
 if __name__ == "__main__":

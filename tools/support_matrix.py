@@ -232,9 +232,7 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def run_types(
-    description: str, path: Path, names: Iterable[str], measure: Callable[[str], Any], seen: Callable[[str, Any], None]
-) -> None:
+def run_types(description: str, path: Path, names: Iterable[str], measure: Callable[[str], Any]) -> None:
     """Measure every type, or those of the command line, under the installed transformers, and write the results.
 
     The file is written after each type, as a run takes minutes.
@@ -244,7 +242,7 @@ def run_types(
     types = dict(json.loads(args.output.read_text(encoding="utf-8"))["types"]) if args.only else {}
     for name, result in in_processes(measure, args.only or names, args.jobs):
         types[name] = result
-        seen(name, result)
+        print(name, result, file=sys.stderr, flush=True)
         write(args.output, {"versions": versions, "types": dict(sorted(types.items()))})
 
 

@@ -152,14 +152,12 @@ def _plain(why: str) -> str:
 
 def adapter_table(kinds: Results) -> str:
     """Return the table of PEFT's tuners: the exact kinds, and the refused kinds with reason and remedy."""
-    exact = [row for row in kinds.values() if row["verdict"] == EXACT]
-    worst = {name: max(row[name] for row in exact) for name in ("logits", "gradients")}
-    named = ", ".join(f"`{kind}`" for kind, row in kinds.items() if row["verdict"] == EXACT)
+    exact = {kind: row for kind, row in kinds.items() if row["verdict"] == EXACT}
+    logits, gradients = (number(max(row[name] for row in exact.values())) for name in ("logits", "gradients"))
     lines = [
-        f"Exact ({len(exact)}; logits off by {number(worst['logits'])} at most, gradients by "
-        f"{number(worst['gradients'])}):",
+        f"Exact ({len(exact)}; logits off by {logits} at most, gradients by {gradients}):",
         "",
-        f"{named}.",
+        f"{_names(exact)}.",
         "",
         f"Refused ({len(kinds) - len(exact)}):",
         "",

@@ -100,17 +100,10 @@ def try_set(name: str, folder: Path) -> Result:
 def table(results: list[Result]) -> str:
     """Return the results as a table, one row each: versions, tests and minutes."""
     header = ["set", "python", *_PACKAGES, "passed", "failed", "install", "tests"]
-    rows = [
-        [
-            r.name,
-            *(r.versions[name] for name in header[1:-4]),
-            str(r.passed),
-            str(r.failed),
-            f"{r.installing:.1f} min",
-            f"{r.testing:.1f} min",
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        versions, minutes = [r.versions[name] for name in header[1:-4]], (r.installing, r.testing)
+        rows.append([r.name, *versions, str(r.passed), str(r.failed), *(f"{m:.1f} min" for m in minutes)])
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [header, *rows])
 

@@ -55,7 +55,6 @@ class Setting(NamedTuple):
 
 
 def setting(*, small: bool) -> Setting:
-    """Return the setting for this machine."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if small or device.type == "cpu":
         return Setting("tiny", 96, device, torch.float32, 0.01)
@@ -72,7 +71,6 @@ def save_model(on: Setting, folder: Path, *, layers: int) -> None:
 
 
 def load(on: Setting, folder: Path, **options: Any) -> Any:
-    """Load the saved model."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=on.dtype, device_map={"": on.device}, **options)
 
 
@@ -147,7 +145,6 @@ def measure(on: Setting, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write the rows; return 1 if a side failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="JSON file for all rows")
     parser.add_argument("--small", action="store_true", help="use tiny shapes, also on a CPU")

@@ -28,7 +28,6 @@ class Figure(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Command that measures the figure."""
         return f"python benchmarks/gpu/run.py {self.step}"
 
 
@@ -52,7 +51,6 @@ def ratio(name: str, base: str) -> Callable[[Report], str]:
 
 
 def rate(name: str) -> Callable[[Report], str]:
-    """Return a reader of a side's true tokens per second."""
     return lambda report: f"{side(report, name).get('tokens_per_second', float('nan')):,.0f}"
 
 
@@ -100,7 +98,6 @@ def measured(figure: Figure, results: Path = RESULTS) -> str:
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """Return the table of all figures."""
     lines = ["| what | wanted | measured | command |", "|---|---|---|---|"]
     lines += [f"| {f.what} | {f.wanted} | {measured(f, results)} | `{f.command}` |" for f in FIGURES]
     return "\n".join(lines)

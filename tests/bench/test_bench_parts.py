@@ -76,8 +76,7 @@ def test_an_attentions_floor_follows_its_heads():
 def test_both_sides_of_the_attention_bench_compute_the_same():
     layout = PackedLayout.from_lengths([30, 1, 65])
     query, key, value = (torch.randn(96, heads, 64) for heads in (8, 2, 2))
-    shape = {"heads": 8, "key_value_heads": 2, "head_dim": 64}
-    ours, theirs = (attend_with(side, layout, **shape)(query, key, value) for side in ("sdpa", TRANSFORMERS))
+    ours, theirs = (attend_with(side, layout, Heads(8, 2, 64))(query, key, value) for side in ("sdpa", TRANSFORMERS))
     assert_float32(ours, theirs)
 
 

@@ -228,7 +228,7 @@ def test_a_row_and_a_sentence_say_what_runs_without_gradient_checkpointing(tmp_p
     shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
     for checkpointed in (True, False):
         plan = made(tmp_path, shape=shape, gradient_checkpointing=checkpointed)
-        text[checkpointed] = "\n".join([*plan.advice, *(row[0] for row in _memory(plan)[1])])
+        text[checkpointed] = "\n".join([*plan.advice, *(row[0][1] for row in _memory(plan))])
         unchecked[checkpointed] = plan.without_checkpointing
         assert (plan.to_dict()["memory_without_checkpointing"] is None) != checkpointed
     assert unchecked[True].activations > plan.memory[plan.chosen.strategy.name].activations / 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import tiny
 import torch
 import training
-from attention_speed import attend_with
+from attention_speed import Heads, attend_with
 from operations import OperationCounter
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -60,7 +60,7 @@ def count_attention(side):
     layout = PackedLayout.from_lengths(LENGTHS)
     torch.manual_seed(0)
     tensors = [torch.randn(layout.num_tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    attend = attend_with(side, layout, heads=4, key_value_heads=2, head_dim=16)
+    attend = attend_with(side, layout, Heads(4, 2, 16))
     upstream = torch.randn_like(tensors[0])
     with OperationCounter() as counter:
         attend(*tensors).backward(upstream)

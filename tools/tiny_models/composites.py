@@ -40,11 +40,7 @@ def composite_types() -> tuple[str, ...]:
 
 
 def small_composite(model_type: str, *, seed: int = 0) -> PreTrainedModel:
-    """Return a small random model of this type, in eval mode.
-
-    Raises:
-        [`UnsupportedModel`]: if it cannot be built with the small sizes, with the reason.
-    """
+    """Return a small random model of this type, in eval mode; raise [`UnsupportedModel`] with the reason if not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,15 +92,10 @@ def _all_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 class ImageBatch(NamedTuple):
-    """Padded rows with images.
+    """Padded rows with images."""
 
-    Attributes:
-        form (`str`): the form in which the model takes pixels.
-        inputs (`dict[str, torch.Tensor]`): arguments of the model, with labels.
-    """
-
-    form: str
-    inputs: dict[str, torch.Tensor]
+    form: str  # in which the model takes pixels
+    inputs: dict[str, torch.Tensor]  # arguments of the model, with labels
 
 
 def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:

@@ -91,11 +91,7 @@ def _auto_class(model_type: str, head: str) -> Any:
 
 
 def small_encoder(model_type: str, head: str, **sizes: Any) -> PreTrainedModel:
-    """Build a small random encoder with a head, without dropout.
-
-    Raises:
-        [`UnsupportedModel`]: if it cannot be built from its config class and small sizes.
-    """
+    """Build a small random encoder with a head, without dropout; raise [`UnsupportedModel`] if that cannot be done."""
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(model_type, **{**_SIZES, **_OWN.get(model_type, {}), **sizes})

@@ -1,7 +1,4 @@
-"""Packed attention: one file per backend, and one rule that chooses a backend.
-
-This package uses layouts and tensors only. It imports neither transformers nor trl.
-"""
+"""Packed attention: one file per backend, and one rule that chooses a backend. It knows layouts and tensors only."""
 
 from .backends import BACKENDS as BACKENDS
 from .backends import get_backend as get_backend

@@ -66,12 +66,8 @@ class AttentionArguments:
 class AttentionCall(AttentionArguments):
     """All that a backend needs besides query, key and value.
 
-    A call with a bias never has segments with keys of their own: queries and keys are then the same tokens.
-
-    Args:
-        layout ([`AttentionLayout`]):
-            Segment i of `layout.queries` attends to segment i of `layout.keys`. If a segment has more keys, its
-            queries are the last tokens. `layout.queries.split(tensor)` gives the segments.
+    Segment i of `layout.queries` attends to segment i of `layout.keys`. If a segment has more keys, its queries are
+    the last tokens. A call with a bias never has segments with keys of their own.
     """
 
     layout: AttentionLayout

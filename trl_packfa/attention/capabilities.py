@@ -19,46 +19,28 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The calls that a backend's kernels support.
+    """The calls that a backend's kernels support."""
 
-    Args:
-        function (`str`):
-            Name of the function that computes attention, for refusals.
-        needs_cuda (`bool`, *optional*, defaults to `False`):
-            Whether it runs on CUDA and ROCm devices only.
-        min_capability (`tuple[int, int]`, *optional*):
-            The oldest CUDA compute capability that it runs on.
-        dtypes (`tuple[torch.dtype, ...]`, *optional*):
-            Supported data types of query, key and value; any by default.
-        min_head_dim (`int`), max_head_dim (`int`, *optional*), head_dim_multiple (`int`):
-            Supported head dims of queries and values.
-        sliding_window, softcap, sinks, dropout, bias (`bool`, *optional*, default to `True`):
-            Whether it supports this field of [`AttentionArguments`].
-        is_selectable (`bool`, *optional*, defaults to `True`):
-            Whether `"auto"` may choose it.
-        cost_after_prefix (`float`, *optional*, defaults to `0.0`):
-            Cost of a pair of query and key after a shared prefix, where a segment has more keys than queries,
-            relative to a pair of a whole document. Where whole documents cost less, the queries of the prefix are
-            computed again for each; with 0 they never are.
-        bidirectional (`bool`, *optional*, defaults to `False`):
-            Whether queries may see later keys too.
-    """
-
-    function: str
-    needs_cuda: bool = False
-    min_capability: tuple[int, int] | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
+    function: str  # that computes attention, for refusals
+    needs_cuda: bool = False  # it runs on CUDA and ROCm devices only
+    min_capability: tuple[int, int] | None = None  # the oldest CUDA compute capability that it runs on
+    dtypes: tuple[torch.dtype, ...] | None = None  # of query, key and value; any by default
+    # Head dims of queries and values.
     min_head_dim: int = 1
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    # Fields of `AttentionArguments` that it supports.
     sliding_window: bool = True
     softcap: bool = True
     sinks: bool = True
     dropout: bool = True
     bias: bool = True
-    is_selectable: bool = True
+    is_selectable: bool = True  # `"auto"` may choose it
+    # Cost of a pair of query and key after a shared prefix, where a segment has more keys than queries, relative to a
+    # pair of a whole document. Where whole documents cost less, the queries of the prefix are computed again for each;
+    # with 0 they never are.
     cost_after_prefix: float = 0.0
-    bidirectional: bool = False
+    bidirectional: bool = False  # queries may see later keys too
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List every reason why these constants exclude the request; empty if they do not."""
@@ -74,7 +56,8 @@ class Capabilities:
         found = torch.cuda.get_device_capability(request.device)
         if found >= self.min_capability:
             return []
-        return [f"needs compute capability {_dotted(self.min_capability)} or newer, this GPU has {_dotted(found)}"]
+        oldest, here = (".".join(map(str, capability)) for capability in (self.min_capability, found))
+        return [f"needs compute capability {oldest} or newer, this GPU has {here}"]
 
     def _of_shape(self, request: AttentionRequest) -> list[str]:
         reasons = []
@@ -92,42 +75,27 @@ class Capabilities:
         return reasons
 
     def _of_arguments(self, request: AttentionRequest) -> list[str]:
-        reasons = []
-        if not request.causal and not self.bidirectional:
-            reasons.append(f"{self.function} runs here for causal attention only")
-        if request.sliding_window is not None and not self.sliding_window:
-            reasons.append(f"{self.function} has no sliding window, the model asks for {request.sliding_window}")
-        if request.bias and not self.bias:
-            reasons.append(
-                f"{self.function} cannot add a term to the scores, which sparse keys and position biases need"
-            )
-        if request.softcap is not None and not self.softcap:
-            reasons.append(f"{self.function} has no softcap")
-        if request.sinks and not self.sinks:
-            reasons.append(f"{self.function} has no attention sinks")
-        if request.dropout and not self.dropout:
-            reasons.append(f"{self.function} has no dropout, the model asks for {request.dropout}")
-        return reasons
+        window = request.sliding_window
+        needs = (
+            (not request.causal, self.bidirectional, "runs here for causal attention only"),
+            (window is not None, self.sliding_window, f"has no sliding window, the model asks for {window}"),
+            (request.bias, self.bias, "cannot add a term to the scores, which sparse keys and position biases need"),
+            (request.softcap is not None, self.softcap, "has no softcap"),
+            (request.sinks, self.sinks, "has no attention sinks"),
+            (request.dropout, self.dropout, f"has no dropout, the model asks for {request.dropout}"),
+        )
+        return [f"{self.function} {lacks}" for is_needed, is_there, lacks in needs if is_needed and not is_there]
 
 
 class AttentionBackend(ABC):
-    """An implementation of attention inside each segment of an `AttentionLayout`.
+    """An implementation of attention inside each segment of an `AttentionLayout`."""
 
-    Attributes:
-        name (`str`): name that users pass to `backend=`.
-        summary (`str`): one line that says how the backend computes attention and on which devices.
-        capabilities ([`Capabilities`]): calls that the backend's kernels support.
-    """
-
-    name: str
-    summary: str
+    name: str  # that users pass to `backend=`
+    summary: str  # how it computes attention and on which devices, in one line
     capabilities: Capabilities
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """List every reason why this backend cannot serve the request; empty if it can.
-
-        Reasons are limits of its capabilities and packages that are not installed.
-        """
+        """List every limit and every missing package for which this backend cannot serve the request."""
         return self.capabilities.refusals(request)
 
     def is_traceable(self, device: torch.device) -> bool:
@@ -152,7 +120,3 @@ class AttentionBackend(ABC):
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

@@ -91,20 +91,14 @@ def _attend(*inputs: Any) -> torch.Tensor:
 
 
 @torch.library.impl("trl_packfa::attend_backward", "default")
-def _attend_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the four inputs. Without sinks, the fourth has no elements."""
-    given = [tensor.detach().requires_grad_() for tensor in (query, key, value, sinks) if tensor is not None]
+def _attend_backward(grad: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the four tensors. Without sinks, the fourth has no elements."""
+    tensors: list[Any] = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs[:4]]
+    given = [tensor for tensor in tensors if tensor is not None]
     with torch.enable_grad():
-        out = _run(*given, *((None,) if sinks is None else ()), *options)  # type: ignore[arg-type]
+        out = _run(*tensors, *inputs[4:])
     grads = [by.contiguous() for by in torch.autograd.grad(out, given, grad)]
-    return (*grads, *((grad.new_empty(0),) if sinks is None else ()))
+    return *grads, *[grad.new_empty(0)] * (4 - len(given))
 
 
 def _run(

@@ -111,7 +111,6 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
 
 
 def _missing() -> list[str]:
-    """List the reasons for a missing kernel: broken packages, or else the package to install."""
     broken = [f"{package} is installed but cannot be imported ({said})" for package, said in _BROKEN.items()]
     if not broken:
         return [
@@ -136,7 +135,7 @@ class FlashBackend(AttentionBackend):
     capabilities = FLASH
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """List the limits of the capabilities, a missing package, and missing arguments of the installed version."""
+        """List its limits, a missing package, and missing arguments of the installed version."""
         reasons = self.capabilities.refusals(request)
         if request.device.type != "cuda":
             return reasons

@@ -93,11 +93,7 @@ class Setup(NamedTuple):
 
 
 def read_arguments(argv: list[str]) -> Setup:
-    """Read flags and `--config FILE.yaml` with TRL's own parser.
-
-    Raises:
-        [`InvalidConfig`]: for unknown arguments or strategies, and for contradictions.
-    """
+    """Read flags and `--config FILE.yaml` with TRL's parser; refuse unknown names and contradictions."""
     classes: Any = (BenchArguments, ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
     defaults = {**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU)}
     bench, script, args, mixture = parse(classes, argv, prog="trl-packfa bench", defaults=defaults)

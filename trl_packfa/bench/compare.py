@@ -182,11 +182,7 @@ def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple
 
 
 def require_equal_work(results: list[Result]) -> None:
-    """Refuse to compare sides that did different work.
-
-    Raises:
-        [`InvalidConfig`]: with the two sides and their differences.
-    """
+    """Raise [`InvalidConfig`] with two sides that did different work, and their differences."""
     whole = [result for result in results if not result.failure]
     for result in whole[1:]:
         first = whole[0]

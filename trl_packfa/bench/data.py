@@ -84,11 +84,7 @@ def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Datas
 
 
 def read_documents(setup: Setup) -> Documents:
-    """Read the training data: lengths for random tokens, or the splits of a dataset. No model is needed yet.
-
-    Raises:
-        [`InvalidConfig`] or [`InvalidDataset`]: if there is no data or too little.
-    """
+    """Read lengths for random tokens, or the splits of a dataset; refuse no data or too little. No model is needed."""
     if setup.bench.lengths is not None:
         lengths = every_length(setup.bench.lengths, seed=setup.args.seed)
         _require_a_step(len(lengths), setup)
@@ -118,7 +114,6 @@ def save_documents(setup: Setup, documents: Documents, model: str, folder: Path)
 
 
 def _pairs(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]:
-    """Return the tokenized training and validation pairs of a preference trainer."""
     from .preference import random_pairs, tokenized
 
     trainer = setup.bench.trainer
@@ -188,7 +183,6 @@ def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda pa
 
 
 def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:
-    """Split off the last documents for validation."""
     kept = _require_a_step(len(dataset), setup)
     parts = {"train": dataset.select(range(kept))}
     return {**parts, "eval": dataset.select(range(kept, len(dataset)))} if kept < len(dataset) else parts

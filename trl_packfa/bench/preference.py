@@ -63,9 +63,7 @@ def pairs_of(dataset: Dataset) -> Dataset:
     """Make preference pairs from a fine-tuning dataset.
 
     An example's own answer is chosen, the next example's answer is rejected. A dataset with pairs stays unchanged.
-
-    Raises:
-        [`InvalidDataset`]: if examples have no answer.
+    Raise [`InvalidDataset`] if examples have no answer.
     """
     columns = set(dataset.column_names)
     if "chosen" in columns or {"completion", "label"} <= columns:
@@ -155,11 +153,7 @@ def random_pairs(lengths: list[int], trainer: str, *, vocab_size: int, first: in
 def build_preference_trainer(
     side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any
 ) -> Any:
-    """Build the trainer of a side, as [`build_trainer`] does; the datasets hold pairs.
-
-    Raises:
-        [`InvalidConfig`]: for `use_liger_kernel`, which these trainers cannot use here.
-    """
+    """Build the trainer of a side on pairs, as [`build_trainer`] does; refuse `use_liger_kernel`."""
     wanted = PREFERENCES[side.trainer]
     if args.use_liger_kernel:
         raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Remove it.")

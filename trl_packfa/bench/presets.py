@@ -73,11 +73,7 @@ def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | N
 
 
 def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
-    """Run [`save_preset`] in a separate process, so that this process uses no GPU memory.
-
-    Raises:
-        [`PackingError`]: if that process fails, with the last line of its stderr.
-    """
+    """Run [`save_preset`] in a process of its own, so that this one uses no GPU memory; raise its last error line."""
     what = json.dumps({"name": name, "folder": str(folder), **options})
     command = [sys.executable, "-m", "trl_packfa.bench.presets", what]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

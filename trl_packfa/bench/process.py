@@ -198,11 +198,7 @@ class SideProcess:
         return self.answer()
 
     def answer(self) -> Any:
-        """Wait for the next answer; the first one has the facts of the built trainer.
-
-        Raises:
-            [`SideFailed`]: if the process says so, or has died.
-        """
+        """Wait for the next answer, first the facts of the built trainer; raise [`SideFailed`] if the process died."""
         try:
             answer = self._channel.recv()
         except (EOFError, OSError) as error:

@@ -30,10 +30,8 @@ _PEAK_SECONDS = 0.1
 def run_bench(setup: Setup) -> dict[str, Any]:
     """Run the benchmark of the arguments, and return all figures, ready for JSON, as `--output` gets them.
 
-    That file is also written whenever sides have ended, because the next ones may run out of time.
-
-    Raises:
-        [`PackingError`]: for arguments and data that cannot be compared. A failed side is only a row of the result.
+    That file is also written whenever sides have ended, because the next ones may run out of time. Raise
+    [`PackingError`] for arguments and data that cannot be compared. A failed side is only a row of the result.
     """
     documents = read_documents(setup)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:

@@ -106,10 +106,8 @@ def parse_sides(
 ) -> list[Side]:
     """Parse sides such as `padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies with optional rows and attention.
 
-    Our strategies without a named backend become one side for each of `backends`.
-
-    Raises:
-        [`InvalidConfig`]: for unknown names, rows of a strategy without rows, and sides that are named twice.
+    Our strategies without a named backend become one side for each of `backends`. Raise [`InvalidConfig`] for unknown
+    names, rows of a strategy without rows, and sides that are named twice.
     """
     if trainer not in TRAINERS:
         raise InvalidConfig(f"there is no trainer '{trainer}'.", do=f"Choose from {', '.join(TRAINERS)}.")
@@ -156,10 +154,7 @@ def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str,
     """Build the trainer of a side.
 
     `data` holds its arguments `train_dataset`, `eval_dataset` (documents that are already tokenized and cut) and
-    `processing_class`.
-
-    Raises:
-        [`InvalidConfig`]: if its rows are too short for the longest document.
+    `processing_class`. Raise [`InvalidConfig`] if its rows are too short for the longest document.
     """
     options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"])}
     # The documents have labels and are cut already, so options that would do this again are off.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 Rows = list[dict[str, str]]
@@ -9,23 +10,23 @@ Rows = list[dict[str, str]]
 
 def speed_rows(report: dict[str, Any]) -> Rows:
     """Return speed and memory of each side as rows; failed sides have no figures."""
-    return [_speed(side) for side in report["sides"]]
+    return [
+        {"side": side["side"], **{column: "-" if "failed" in side else show(side) for column, show in _SPEED.items()}}
+        for side in report["sides"]
+    ]
 
 
-def _speed(side: dict[str, Any]) -> dict[str, str]:
-    columns = ("true tokens/s", "times", "examples/s", "s/step (quartiles)", "MFU", "peak memory")
-    if "failed" in side:
-        return {"side": side["side"], **dict.fromkeys(columns, "-")}
-    low, high = side["seconds_per_step_quartiles"]
-    values = (
-        f"{side['tokens_per_second']:,.0f}",
-        _times(side["ratio"]),
-        f"{side['examples_per_second']:.2f}",
-        f"{side['seconds_per_step']:.3f} ({low:.3f} to {high:.3f})",
-        "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
-        f"{side['peak_bytes'] / 1e6:,.0f} MB",
-    )
-    return {"side": side["side"], **dict(zip(columns, values, strict=True))}
+# Columns of the table of speeds, with the text for a side that ran.
+_SPEED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "true tokens/s": lambda side: f"{side['tokens_per_second']:,.0f}",
+    "times": lambda side: _times(side["ratio"]),
+    "examples/s": lambda side: f"{side['examples_per_second']:.2f}",
+    "s/step (quartiles)": lambda side: "{:.3f} ({:.3f} to {:.3f})".format(
+        side["seconds_per_step"], *side["seconds_per_step_quartiles"]
+    ),
+    "MFU": lambda side: "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
+    "peak memory": lambda side: f"{side['peak_bytes'] / 1e6:,.0f} MB",
+}
 
 
 def _times(ratio: dict[str, Any]) -> str:
@@ -81,10 +82,8 @@ def heading(report: dict[str, Any]) -> str:
     """Return two lines with data, machine and versions."""
     data, place = report["data"], report["environment"]
     device = ", ".join(place["gpus"]) or f"{place['processor']}, {place['cpus']} CPUs, {place['threads']} threads"
-    known = place["versions"]
-    versions = ", ".join(
-        f"{name} {known[name]}" for name in ("torch", "transformers", "trl", "flash-attn") if name in known
-    )
+    shown = [name for name in ("torch", "transformers", "trl", "flash-attn") if name in place["versions"]]
+    versions = ", ".join(f"{name} {place['versions'][name]}" for name in shown)
     return (
         f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
         f"longest {data['longest']:,}; {_operations(report)}\n{device}; {versions}; "

@@ -1,6 +1,7 @@
 """The commands of `trl-packfa`, one file each. `add` declares a command on argparse, `run` executes it.
 
-Heavy imports wait until a command runs, so `--help` is instant.
+Heavy imports wait until a command runs, so `--help` is instant. Commands with training arguments have a line `HELP`
+in place of `add`: TRL's own parser reads their flags, which are too slow to load.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from . import backends, bench, check, completion, demo, env, merge, models, plan
 
 # `--help` lists them in this order. To add a command, write a file with `add(commands)` and name it here.
 COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
-
-# TRL's parser reads the flags of these commands, because they take training arguments.
 OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
 
 __all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
@@ -30,7 +29,11 @@ def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.Ar
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add(commands)
+        name = command.__name__.rpartition(".")[2]
+        if name in OWN_PARSERS:
+            commands.add_parser(name, help=f"{command.HELP} (see: trl-packfa {name} --help)", add_help=False)
+        else:
+            command.add(commands)
     commands.choices["completion"].set_defaults(build_parser=build_parser)
     if train is not None:
         commands.choices["train"]._actions[:] = train._actions

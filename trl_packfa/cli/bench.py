@@ -1,16 +1,10 @@
-"""`trl-packfa bench`: packed and padded training side by side. TRL's own parser reads everything after the name."""
+"""`trl-packfa bench`: packed and padded training side by side."""
 
 from __future__ import annotations
 
-import argparse
-
 from ..versions import require_versions
 
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declare the command."""
-    text = "packed and padded training side by side (see: trl-packfa bench --help)"
-    commands.add_parser("bench", help=text, add_help=False)
+HELP = "packed and padded training side by side"
 
 
 def run(argv: list[str]) -> int:

@@ -60,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | UnpaddingReport:
-    """Patch the model, and check packed rows. Encoders and classifiers get padded batches only: `patch` checks these.
-
-    Raises:
-        [`PackingError`]: if no patch is exact on the model.
-    """
+    """Patch the model and check packed rows. Encoders and classifiers get padded batches only: `patch` checks them."""
     from ..api import patch
     from ..exactness import check
     from ..patching.apply import find_state

@@ -15,11 +15,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the completion script.
-
-    Raises:
-        [`VersionTooOld`]: if shtab is not installed.
-    """
+    """Print the completion script; raise [`VersionTooOld`] if shtab is not installed."""
     try:
         import shtab  # type: ignore[import-not-found]  # optional
     except ImportError as error:

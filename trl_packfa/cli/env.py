@@ -7,19 +7,8 @@ import argparse
 from .backends import usual_request
 from .output import add_json, described, print_rows
 
-_PACKAGES = (
-    "bitsandbytes",
-    "flash-attn",
-    "liger-kernel",
-    "kernels",
-    "triton",
-    "mamba-ssm",
-    "causal-conv1d",
-    "flash-linear-attention",
-    "deepspeed",
-    "tokenizers",
-    "numpy",
-)
+_PACKAGES = ("bitsandbytes", "flash-attn", "liger-kernel", "kernels", "triton", "mamba-ssm", "causal-conv1d",
+             "flash-linear-attention", "deepspeed", "tokenizers", "numpy")  # fmt: skip
 
 
 def add(commands: argparse._SubParsersAction) -> None:

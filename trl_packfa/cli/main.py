@@ -1,14 +1,11 @@
-"""Entry point of the command line `trl-packfa`. Each command has its own file in this folder.
-
-Exit codes: 0 done; 1 refused or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this model;
-130 interrupted.
-"""
+"""Entry point of the command line `trl-packfa`: one command, its errors as messages, and its exit code."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -92,11 +89,8 @@ def _refused_by(error: Exception) -> str | None:
     """
     if not isinstance(error, (ValueError, OSError, ImportError)):
         return None
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    module = str(innermost.tb_frame.f_globals.get("__name__", "")) if innermost else ""
-    library = module.split(".", 1)[0]
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    library = str(innermost.f_globals.get("__name__", "")).partition(".")[0]
     return library if library in _LIBRARIES else None
 
 

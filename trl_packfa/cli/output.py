@@ -18,8 +18,8 @@ def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
     """Print rows that have the same keys; return exit code 0."""
     if as_json:
         print(json.dumps(rows, indent=2))
-        return 0
-    print_table(rows)
+    else:
+        print_table(rows)
     return 0
 
 

@@ -45,11 +45,7 @@ def run_copy(args: argparse.Namespace) -> int:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe into a folder and return the path of the new file.
-
-    Raises:
-        [`InvalidConfig`]: if there is no such recipe, or the file already exists.
-    """
+    """Copy a recipe into a folder and return the path of the new file; refuse unknown names and existing files."""
     recipes = _all()
     found = [known for known in (name, f"{name}.yaml", f"{name}.py") if known in recipes]
     if not found:

@@ -1,8 +1,7 @@
-"""`trl-packfa train`: TRL's own parser reads everything after the name, see `trainers/sft/script.py`."""
+"""`trl-packfa train`, see `trainers/sft/script.py`."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from typing import TYPE_CHECKING
 
@@ -11,16 +10,11 @@ from ..versions import require_versions
 if TYPE_CHECKING:
     from ..trainers.sft.script import Kind
 
+HELP = "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags"
 # The packed trainers that `--trainer` may name besides SFT.
 _PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
 # TRL's own trainers, run padding-free.
 _ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declare the command without its flags, because a trainer's config is too slow to load for `--help`."""
-    text = "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags (see: trl-packfa train --help)"
-    commands.add_parser("train", help=text, add_help=False)
 
 
 def run(argv: list[str]) -> int:

@@ -1,8 +1,4 @@
-"""`trl-packfa demo`: a complete packed QLoRA fine-tune with the public classes that a user would take.
-
-It needs no network and no file from outside. The text is the documentation of the running Python, the tokenizer is
-trained on this text, and the model is built from a real config class.
-"""
+"""`trl-packfa demo`: a complete packed QLoRA fine-tune without downloads, with the classes that a user would take."""
 
 from .run import DemoOptions, run_demo
 

@@ -55,11 +55,14 @@ def run_demo(options: DemoOptions) -> dict[str, float]:
     console = Console()
     dataset = _dataset(options, console)
     base, tokenizer = _base(options, dataset, console)
-    trainer = _qlora_trainer(base, tokenizer, dataset, options)
+    # The demo runs the check itself, in its own part, not inside train().
+    args = PackedSFTConfig(**_arguments(options, max_steps=options.steps), load_in_4bit=True, check_packing=False)
+    data: Any = {"train_dataset": dataset["train"], "eval_dataset": dataset["test"], "processing_class": tokenizer}
+    trainer = PackedSFTTrainer(base, args, **data)
     _part(console, 3, "exactness proof of the 4-bit model with its LoRA adapter: no document may see another")
     console.print(packing_table(trainer.packing_reports))
     # Tokenization runs once: the later trainers take the datasets that this trainer has prepared.
-    prepared = {"train": trainer.train_dataset, "test": trainer.eval_dataset}
+    data |= {"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset}
     console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
     _part(console, 4, f"QLoRA fine-tune: {options.steps} optimizer steps of packed rows, a minute or less")
     RichProgressCallback.attach(trainer, "QLoRA", console)
@@ -68,9 +71,9 @@ def run_demo(options: DemoOptions) -> dict[str, float]:
     after = trainer.evaluate()["eval_loss"]
     console.print(f"held-out loss: {before:.3f} before, {after:.3f} after {options.steps} steps")
     _part(console, 5, "save the adapter and load it onto a fresh 4-bit base")
-    loaded = _save_and_load_back(trainer, tokenizer, prepared, options, console)
+    loaded = _save_and_load_back(trainer, data, options, console)
     _part(console, 6, f"speed: the same {_COMPARED_STEPS} steps, packed and with TRL's padded trainer")
-    packed, padded = _compare(base, tokenizer, prepared, options)
+    packed, padded = _compare(base, data, options)
     console.print(
         f"padded (TRL's SFTTrainer) {padded:,.0f} true tokens/s, packed {packed:,.0f} true tokens/s: "
         f"{packed / padded:.2f}x, without the first step of each"
@@ -139,22 +142,8 @@ def _base(options: DemoOptions, dataset: DatasetDict, console: Console) -> tuple
     return path, tokenizer
 
 
-def _qlora_trainer(
-    base: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetDict, options: DemoOptions
-) -> PackedSFTTrainer:
-    # The demo runs the check itself, in its own part, not inside train().
-    args = PackedSFTConfig(**_arguments(options, max_steps=options.steps), load_in_4bit=True, check_packing=False)
-    return PackedSFTTrainer(
-        base, args, train_dataset=dataset["train"], eval_dataset=dataset["test"], processing_class=tokenizer
-    )
-
-
 def _save_and_load_back(
-    trainer: PackedSFTTrainer,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: dict[str, Any],
-    options: DemoOptions,
-    console: Console,
+    trainer: PackedSFTTrainer, data: dict[str, Any], options: DemoOptions, console: Console
 ) -> float:
     """Save adapter and reports, load the adapter onto a fresh 4-bit base, and return its held-out loss."""
     path = options.output_dir / "adapter"
@@ -163,26 +152,18 @@ def _save_and_load_back(
     loaded = AutoPeftModelForCausalLM.from_pretrained(
         path, quantization_config=get_quantization_config(trainer.args), dtype=trainer.args.dtype, is_trainable=True
     )
-    fresh = PackedSFTTrainer(
-        loaded,
-        PackedSFTConfig(**_arguments(options)),
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["test"],
-        processing_class=tokenizer,
-    )
+    fresh = PackedSFTTrainer(loaded, PackedSFTConfig(**_arguments(options)), **data)
     RichProgressCallback.attach(fresh, "", console)
     loss = fresh.evaluate()["eval_loss"]
     console.print(f"adapter, proof and packing report saved in {path}; loaded back: held-out loss {loss:.3f}")
     return loss
 
 
-def _compare(
-    base: str, tokenizer: PreTrainedTokenizerBase, dataset: dict[str, Any], options: DemoOptions
-) -> tuple[float, float]:
+def _compare(base: str, data: dict[str, Any], options: DemoOptions) -> tuple[float, float]:
     """Return the true tokens per second of the same few steps: packed, and with TRL's own padded trainer."""
     common = _arguments(options, max_steps=_COMPARED_STEPS, logging_steps=1)
     args = PackedSFTConfig(**common, load_in_4bit=True, check_packing=False)
-    data = {"train_dataset": dataset["train"], "processing_class": tokenizer}
+    data = {**data, "eval_dataset": None}
     packed = PackedSFTTrainer(base, args, **data)
     padded = SFTTrainer(
         base,
@@ -229,13 +210,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 class _Stopwatch(TrainerCallback):
-    """Callback that records the time and the true tokens seen at every optimizer step."""
-
     def __init__(self) -> None:
         self.marks: list[tuple[float, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Record one mark for each optimizer step."""
         if logs and "loss" in logs:
             self.marks.append((time.perf_counter(), logs["num_tokens"]))
 

@@ -46,11 +46,7 @@ class PackfaPlugin:
     """Plugin with Axolotl's hooks. Three hooks act: before the model is loaded, after it, and for the collator."""
 
     def register(self, cfg: Any) -> None:
-        """Refuse a config that would build other rows or use another attention.
-
-        Raises:
-            [`InvalidConfig`]: with the name of the field.
-        """
+        """Raise [`InvalidConfig`] for a config that would build other rows or use another attention."""
         if not cfg.get("sample_packing"):
             raise InvalidConfig(
                 "PackfaPlugin needs sample_packing: without it, no row holds several documents.",
@@ -64,11 +60,7 @@ class PackfaPlugin:
             )
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Switch the loaded model, with its adapter, to `packfa` and prove that packing is exact on it.
-
-        Raises:
-            [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
-        """
+        """Switch the loaded model, with its adapter, to `packfa`, and prove it, see [`run_proven`]."""
         run_proven(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:

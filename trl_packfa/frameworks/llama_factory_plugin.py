@@ -64,21 +64,13 @@ def _row(samples: list[dict[str, Any]], cutoff: int) -> dict[str, Any]:
 
 
 def apply(model: Any, include_kernels: Any = None) -> Any:
-    """Switch the loaded model to `packfa`, prove that packing is exact, and return the same model.
-
-    Raises:
-        [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
-    """
+    """Switch the loaded model to `packfa`, prove it, see [`run_proven`], and return the same model."""
     run_proven(model)
     return model
 
 
 def register() -> None:
-    """Register the batching strategy and the kernel with LLaMA-Factory.
-
-    Raises:
-        [`VersionTooOld`]: if the installed LLaMA-Factory has no v1, or a different v1.
-    """
+    """Register the batching strategy and the kernel; raise [`VersionTooOld`] if LLaMA-Factory has no v1 or another."""
     try:
         from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin  # type: ignore[import-not-found]
         from llamafactory.v1.plugins.trainer_plugins.batching import BatchingPlugin  # type: ignore[import-not-found]

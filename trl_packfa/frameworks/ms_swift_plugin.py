@@ -36,11 +36,7 @@ class PackfaCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Switch model and template, and prove that packing is exact; the first batch is made later.
-
-        Raises:
-            [`PackingError`]: if the model type or the template is not supported, or packing is not exact.
-        """
+        """Switch model and template, prove that packing is exact, or refuse; the first batch is made later."""
         template = self.trainer.template
         if getattr(template, "support_padding_free", None) is False:
             raise InvalidConfig(

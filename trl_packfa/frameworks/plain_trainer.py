@@ -19,9 +19,5 @@ class PackfaCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Switch the model to `packfa` and prove that packing is exact on it.
-
-        Raises:
-            [`ContaminationError`]: if packing is not exact on the model.
-        """
+        """Switch the model to `packfa`; raise [`ContaminationError`] if packing is not exact on it."""
         run_proven(kwargs["model"])

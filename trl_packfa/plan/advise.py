@@ -263,7 +263,6 @@ def _sharded_rows(plan: Plan) -> Iterator[str]:
 
 
 def _exchange(plan: Plan, size: int) -> str:
-    """Describe the traffic of rows that `size` GPUs share."""
     shape, tokens = plan.shape, plan.chosen.epoch().largest_micro_batch
     assert shape is not None
     # Query, key, value and the attention's output are exchanged; each GPU keeps one part of N.

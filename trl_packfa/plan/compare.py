@@ -45,12 +45,9 @@ def compare(
 ) -> dict[str, Outcome]:
     """Return the outcome of every strategy by name, the padded run first.
 
-    Strategies that the arguments or images rule out are left out, unless the arguments chose this strategy: then it
-    raises.
-
-    Raises:
-        [`InvalidConfig`]: if a document is longer than `max_tokens_per_microbatch`.
-        [`InvalidDataset`]: if documents are too long under `overflow="error"`, or nothing can be trained.
+    Strategies that images or arguments (a document is longer than `max_tokens_per_microbatch`) rule out are left out;
+    if the arguments chose one, raise [`InvalidConfig`]. Raise [`InvalidDataset`] if documents are too long under
+    `overflow="error"`, or nothing can be trained.
     """
     outcomes: dict[str, Outcome] = {}
     for strategy in (PADDED, *STRATEGIES.values()):

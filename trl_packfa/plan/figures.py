@@ -14,6 +14,7 @@ from ..plotting import draw_row, require_matplotlib
 from ..trainers.common.batching import FREE, Batching
 from .compare import Outcome
 from .report import Plan
+from .terminal import LABELS, gpus
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,20 +32,10 @@ _BINS = 60
 
 
 def figures(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the caption and the SVG of each plot.
-
-    Raises:
-        [`MissingPackage`]: if matplotlib is not installed.
-    """
+    """Yield the caption and the SVG of each plot; raise [`MissingPackage`] if matplotlib is not installed."""
     matplotlib = require_matplotlib("--html")
-    style = {
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with matplotlib.rc_context(style):
+    style = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+    with matplotlib.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
         yield "Documents by length, before anything is cut.", _svg(_lengths(plan))
         yield "What an epoch computes: true tokens and pads.", _svg(_tokens(plan))
         yield "Optimizer steps of an epoch. Fewer steps change the training.", _svg(_steps(plan))
@@ -133,7 +124,7 @@ def _waiting(plan: Plan) -> Figure:
         at = np.arange(len(ranks)) + (i - (len(shown) - 1) / 2) * width
         bars = axes.bar(at, values, width, label=name, color=[_PADS, _GREY, _TRUE, "#c44536"][i])
         axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=2)
-    axes.set_xticks(range(len(ranks)), [f"{n} GPU{'s' if n > 1 else ''}" for n in ranks])
+    axes.set_xticks(range(len(ranks)), [gpus(n) for n in ranks])
     axes.axhline(1, color="black", linewidth=0.6)
     axes.set_ylim(0)
     axes.set_ymargin(0.25)
@@ -146,8 +137,7 @@ def _memory(plan: Plan) -> Figure:
     begin = np.zeros(len(names))
     for part, colour in _PARTS.items():
         values = np.array([getattr(plan.memory[name], part) for name in names]) / 1e9
-        label = "LM head" if part == "logits" else part
-        bars = axes.barh(range(len(names)), values, left=begin, color=colour, label=label)
+        bars = axes.barh(range(len(names)), values, left=begin, color=colour, label=LABELS.get(part, part))
         begin += values
     axes.bar_label(bars, [f"{total:.1f}" for total in begin], padding=3)
     axes.set_xmargin(0.1)

@@ -44,11 +44,7 @@ def lengths_from_file(path: str) -> Source:
 
 
 def read_length_list(path: str) -> np.ndarray:
-    """Read document lengths in tokens from a JSON list, int64.
-
-    Raises:
-        [`InvalidDataset`]: if the file is not a list of positive whole numbers.
-    """
+    """Read document lengths in tokens, int64; raise [`InvalidDataset`] if the file is no JSON list of such numbers."""
     try:
         numbers = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -68,9 +64,8 @@ def read_length_list(path: str) -> np.ndarray:
 def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfig) -> Source:
     """Tokenize and label a dataset with the named tokenizer, as [`PackedSFTTrainer`] does.
 
-    Raises:
-        [`InvalidDataset`]: if the dataset is a stream, already packed, in no TRL format, or refused by TRL.
-        [`InvalidConfig`]: if there is no such tokenizer, or its template does not mark the tokens to train.
+    Raise [`InvalidDataset`] if the dataset is a stream, already packed, in no TRL format, or refused by TRL,
+    [`InvalidConfig`] if there is no such tokenizer, or its template does not mark the tokens to train.
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
@@ -154,11 +149,7 @@ def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Token
 
 
 def _tokenizing(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenizing:
-    """Build TRL's trainer of a padded run that cuts nothing.
-
-    Raises:
-        [`_Tokenized`]: once the dataset is prepared. Datasets of images are not prepared.
-    """
+    """Build TRL's trainer of a padded run that cuts nothing; raise [`_Tokenized`] for datasets without images."""
     args = copy.copy(args)
     args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
     args.model_init_kwargs, args.gradient_checkpointing = None, False
@@ -167,10 +158,7 @@ def _tokenizing(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tok
 
 
 class _Tokenized(Exception):
-    """Exception that carries the prepared dataset and the template's remarks out of TRL's constructor.
-
-    It stops the constructor, because no trainer is needed.
-    """
+    """Exception that stops TRL's constructor when the dataset is prepared; it holds it and the template's remarks."""
 
     def __init__(self, dataset: Dataset, remarks: Sequence[str] = ()) -> None:
         super().__init__()
@@ -178,8 +166,6 @@ class _Tokenized(Exception):
 
 
 class _Tokenizing(SFTTrainer):
-    """Trainer that prepares templates, special tokens and loss masks as usual, and stops when the data is ready."""
-
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
         remarks = left_out_by_template(dataset, processing_class, self.chat_template)
         if args.expand_turns:

@@ -6,7 +6,7 @@ from html import escape
 
 from .figures import figures
 from .report import Plan
-from .terminal import Rows, heading, notes, tables
+from .terminal import Row, heading, is_chosen, notes, tables
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -20,15 +20,9 @@ th:first-child, td:first-child { text-align: left; } tr.chosen { background: #ee
 figure { margin: 0; } figure svg { width: 100%; height: auto; } figcaption, .notes { color: #555; font-size: .9rem; }
 """
 
-_CHOSEN = ' class="chosen"'
-
 
 def render(plan: Plan) -> str:
-    """Return the HTML of the page.
-
-    Raises:
-        [`MissingPackage`]: if matplotlib is not installed.
-    """
+    """Return the HTML of the page; raise [`MissingPackage`] if matplotlib is not installed."""
     plots = "\n".join(
         f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in figures(plan)
     )
@@ -58,11 +52,11 @@ def render(plan: Plan) -> str:
 """
 
 
-def _table(table: Rows) -> str:
-    columns, rows = table
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "\n".join(
-        f"<tr{_CHOSEN if row[0].endswith('*') else ''}>" + "".join(f"<td>{escape(v)}</td>" for v in row) + "</tr>"
-        for row in rows
-    )
+def _table(rows: list[Row]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column, _ in rows[0])
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{escape(value)}</td>" for _, value in row)
+        lines.append(f'<tr class="chosen">{cells}</tr>' if is_chosen(row) else f"<tr>{cells}</tr>")
+    body = "\n".join(lines)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'

@@ -76,11 +76,7 @@ def plan(argv: list[str]) -> int:
 
 
 def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: Any = None) -> Plan:
-    """Return the plan with all figures and the advice.
-
-    Raises:
-        [`PackingError`]: if `trl-packfa train` would raise it for these documents.
-    """
+    """Return the plan with all figures and the advice; refuse what `trl-packfa train` would refuse."""
     quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
     if source.on_images:
         without_packing(args, args.output_dir or "", "images")  # refuses what the trainer would
@@ -98,11 +94,8 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
 def read_shape(args: PackedSFTConfig) -> ModelShape:
     """Return the shape of `args.model_name_or_path` with the adapter of the arguments, from the model's config alone.
 
-    It is built on the meta device, without weights.
-
-    Raises:
-        [`InvalidConfig`]: if there is no such model, or the adapter does not fit it.
-        [`UnsupportedModel`]: if its type cannot be packed.
+    It is built on the meta device, without weights. Raise [`InvalidConfig`] if there is no such model, or the adapter
+    does not fit it, [`UnsupportedModel`] if its type cannot be packed.
     """
     name = args.model_name_or_path
     assert name is not None, "asked for a model"

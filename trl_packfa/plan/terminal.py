@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from ..trainers.sft.memory import FORMULA
+from .compare import Outcome
 from .report import Plan
 
 _BINS, _BAR = 14, 40
-Rows = tuple[list[str], list[list[str]]]
+# A row of a table: each column with its value.
+Row = list[tuple[str, str]]
+# Labels of the parts of the memory that have another name.
+LABELS = {"logits": "LM head"}
 
 
 def show(plan: Plan) -> None:
@@ -21,12 +26,12 @@ def show(plan: Plan) -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(heading(plan), highlight=False, markup=False)
     console.print("\n".join(_histogram(plan.source.tokens.lengths, plan.args.max_length)), highlight=False)
-    for title, (columns, rows) in tables(plan):
+    for title, rows in tables(plan):
         table = Table(title=title, title_justify="left")
-        for i, column in enumerate(columns):
+        for i, (column, _) in enumerate(rows[0]):
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in rows:
-            table.add_row(*row, style="bold" if row[0].endswith("*") else "")
+            table.add_row(*(value for _, value in row), style="bold" if is_chosen(row) else "")
         console.print(table)
     for line in notes(plan):
         console.print(line, highlight=False, markup=False)
@@ -42,16 +47,25 @@ def heading(plan: Plan) -> str:
     return f"{plan.source.name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens ({shown})"
 
 
-def tables(plan: Plan) -> Iterator[tuple[str, Rows]]:
-    """Yield the title, the columns and the rows of each table; the page shows the same tables."""
-    world = plan.world_size
-    on = f"{world} GPU{'s' if world > 1 else ''}"
+def is_chosen(row: Row) -> bool:
+    """Tell whether a row is about the chosen strategy."""
+    return row[0][1].endswith("*")
+
+
+def gpus(number: int) -> str:
+    """Return a number of GPUs as text."""
+    return f"{number} GPU{'s' if number > 1 else ''}"
+
+
+def tables(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the title and the rows of each table; the page shows the same tables."""
+    on = gpus(plan.world_size)
     if plan.args.sequence_parallel > 1:
         on += f", {plan.args.sequence_parallel} of which share each row"
     size, steps = plan.args.per_device_train_batch_size, plan.args.gradient_accumulation_steps
-    yield f"an epoch on {on}, batch size {size}, accumulation {steps} (* chosen)", _strategies(plan)
-    yield f"what is cut at max_length={plan.args.max_length}", _cuts(plan)
-    yield "by number of GPUs", _ranks(plan)
+    yield f"an epoch on {on}, batch size {size}, accumulation {steps} (* chosen)", _by_strategy(plan, _epoch)
+    yield f"what is cut at max_length={plan.args.max_length}", _by_strategy(plan, _cut)
+    yield "by number of GPUs", _by_strategy(plan, _ranks)
     if plan.memory:
         yield "GB on one GPU at the largest micro-batch (estimate)", _memory(plan)
 
@@ -72,64 +86,58 @@ def notes(plan: Plan) -> list[str]:
     return [*lines, "memory: left out, because no model is given (--model_name_or_path; its config is enough)."]
 
 
-def _strategies(plan: Plan) -> Rows:
-    columns = ["strategy", "steps", "examples/step", "micro-batches/step", "true tokens/micro-batch", "rows", "pads"]
-    rows = []
-    for name, outcome in plan.outcomes.items():
-        epoch = outcome.epoch()
-        examples = epoch.examples_per_step
-        rows.append(
-            [
-                _mark(plan, name),
-                f"{epoch.steps:,}",
-                f"{examples:,.0f}" if examples >= 100 or examples == int(examples) else f"{examples:.1f}",
-                f"{epoch.micro_batches / epoch.steps:.1f}",
-                f"{epoch.tokens_per_micro_batch:,.0f}",
-                f"{epoch.rows:,.0f}",
-                f"{epoch.padding:.1%}",
-                "-" if epoch.fill is None else f"{epoch.fill:.1%}",
-                f"{plan.speed_up(outcome):.2f}x",
-            ]
-        )
-    return [*columns, "fill", "predicted"], rows
+def _by_strategy(plan: Plan, cells: Callable[[Plan, Outcome], Row]) -> list[Row]:
+    return [[("strategy", _mark(plan, name)), *cells(plan, outcome)] for name, outcome in plan.outcomes.items()]
 
 
-def _cuts(plan: Plan) -> Rows:
-    columns = ["strategy", "truncated", "split", "dropped: too long", "dropped: untrained", "tokens lost"]
-    rows = []
-    for name, outcome in plan.outcomes.items():
-        cut = outcome.report
-        counts = (cut.truncated, cut.split, cut.dropped_too_long, cut.dropped_untrained, cut.tokens_lost)
-        documents = [f"{cut.packed_documents:,}", f"{cut.trained_tokens / cut.packed_tokens:.1%}"]
-        rows.append([_mark(plan, name), *(f"{count:,}" for count in counts), *documents])
-    return [*columns, "documents out", "trained tokens"], rows
+def _epoch(plan: Plan, outcome: Outcome) -> Row:
+    epoch = outcome.epoch()
+    examples = epoch.examples_per_step
+    return [
+        ("steps", f"{epoch.steps:,}"),
+        ("examples/step", f"{examples:,.0f}" if examples >= 100 or examples == int(examples) else f"{examples:.1f}"),
+        ("micro-batches/step", f"{epoch.micro_batches / epoch.steps:.1f}"),
+        ("true tokens/micro-batch", f"{epoch.tokens_per_micro_batch:,.0f}"),
+        ("rows", f"{epoch.rows:,.0f}"),
+        ("pads", f"{epoch.padding:.1%}"),
+        ("fill", "-" if epoch.fill is None else f"{epoch.fill:.1%}"),
+        ("predicted", f"{plan.speed_up(outcome):.2f}x"),
+    ]
 
 
-def _ranks(plan: Plan) -> Rows:
-    """Return steps, waiting and predicted speed-up of every strategy for each number of ranks."""
-    columns = ["strategy"]
-    for ranks in plan.chosen.epochs:
-        columns += [f"{ranks} GPU{'s' if ranks > 1 else ''}: steps", "waiting", "predicted"]
-    rows = []
-    for name, outcome in plan.outcomes.items():
-        row = [_mark(plan, name)]
-        for ranks, epoch in outcome.epochs.items():
-            row += [f"{epoch.steps:,}", f"{epoch.imbalance:.2f}x", f"{plan.speed_up(outcome, ranks):.2f}x"]
-        rows.append(row)
-    return columns, rows
+def _cut(plan: Plan, outcome: Outcome) -> Row:
+    cut = outcome.report
+    return [
+        ("truncated", f"{cut.truncated:,}"),
+        ("split", f"{cut.split:,}"),
+        ("dropped: too long", f"{cut.dropped_too_long:,}"),
+        ("dropped: untrained", f"{cut.dropped_untrained:,}"),
+        ("tokens lost", f"{cut.tokens_lost:,}"),
+        ("documents out", f"{cut.packed_documents:,}"),
+        ("trained tokens", f"{cut.trained_tokens / cut.packed_tokens:.1%}"),
+    ]
 
 
-def _memory(plan: Plan) -> Rows:
-    columns = ["strategy", "tokens", "weights", "adapter", "gradients", "optimizer", "activations", "LM head", "total"]
-    rows = []
+def _ranks(plan: Plan, outcome: Outcome) -> Row:
+    row = []
+    for ranks, epoch in outcome.epochs.items():
+        row += [(f"{gpus(ranks)}: steps", f"{epoch.steps:,}"), ("waiting", f"{epoch.imbalance:.2f}x")]
+        row += [("predicted", f"{plan.speed_up(outcome, ranks):.2f}x")]
+    return row
+
+
+def _memory(plan: Plan) -> list[Row]:
     figures = [(_mark(plan, name), plan.outcomes[name], kept) for name, kept in plan.memory.items()]
     if plan.without_checkpointing is not None:
         name = f"{_mark(plan, plan.chosen.strategy.name)}, no gradient checkpointing"
         figures.append((name, plan.chosen, plan.without_checkpointing))
+    rows = []
     for name, outcome, kept in figures:
-        parts = (kept.weights, kept.adapter, kept.gradients, kept.optimizer, kept.activations, kept.logits, kept.total)
-        rows.append([name, f"{outcome.epoch().largest_micro_batch:,}", *(f"{part / 1e9:.2f}" for part in parts)])
-    return columns, rows
+        tokens = f"{outcome.epoch().largest_micro_batch:,}"
+        parts = {LABELS.get(part, part): size for part, size in asdict(kept).items()} | {"total": kept.total}
+        sizes = [(part, f"{size / 1e9:.2f}") for part, size in parts.items()]
+        rows.append([("strategy", name), ("tokens", tokens), *sizes])
+    return rows
 
 
 def _mark(plan: Plan, name: str) -> str:

@@ -15,14 +15,7 @@ from typing import Any
 
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -134,17 +127,9 @@ class RichProgressCallback(TrainerCallback):
         self.began = (time.perf_counter(), state.global_step)
         if not state.is_world_process_zero:
             return
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("to go"),
-        ]
-        self.progress = Progress(*columns, console=self.console)
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[shown]}")
+        times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "to go")
+        self.progress = Progress(*columns, *times, console=self.console)
         self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
         if self.console.is_terminal:
             self.progress.start()
@@ -209,7 +194,6 @@ class RichProgressCallback(TrainerCallback):
         return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
 
     def _say(self, state: TrainerState, *parts: str) -> None:
-        """Print a line that begins with the step."""
         self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))
 
     def _print(self, line: str) -> None:

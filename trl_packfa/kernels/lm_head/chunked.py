@@ -199,10 +199,8 @@ class TrainedLogProbs(torch.autograd.Function):
             return (None,) * 6
         if not ctx.head_trains:
             (grad_hidden,) = ctx.saved_tensors
-            return (
-                None if grad_hidden is None else grad_hidden * grad[:, None].to(grad_hidden.dtype),
-                *(None,) * 5,
-            )
+            by_hidden = None if grad_hidden is None else grad_hidden * grad[:, None].to(grad_hidden.dtype)
+            return by_hidden, *(None,) * 5
         hidden, weight, bias, labels = ctx.saved_tensors
         chunks = Chunks(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -260,11 +258,12 @@ class Chunks:
         transform: Transform,
         *,
         dtype: torch.dtype | None = None,
+        size: int | None = None,
     ) -> None:
         self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
         self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
         self.bias = None if bias is None else bias.to(self.dtype)
-        self.size = positions_per_chunk(self.dtype, len(weight))
+        self.size = size or positions_per_chunk(self.dtype, len(weight))
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         scale, softcap = self.transform

@@ -1,8 +1,7 @@
 """A frozen LM head on CUDA in two products instead of three, with TRL's Triton kernels.
 
-TRL's head computes the logits again in its backward, in tiles of the vocabulary. With a frozen head, the gradient of
-its input is linear in the gradient of each log-probability. So it is computed in the forward, from logits over the
-whole vocabulary, and only scaled in the backward. `chunked.py` does the same on devices without a Triton kernel.
+TRL's head computes the logits again in its backward, in tiles of the vocabulary. Here the gradient of the input is
+computed in the forward, from logits over the whole vocabulary, and only scaled later, for the reason in `chunked.py`.
 
 Shape letters: P trained positions, D model dim, V vocabulary; n positions of a tile.
 """
@@ -18,8 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from trl.kernels import chunked_logprob
 
-from ...runtime.autocast import autocast_dtype
-from .chunked import TrainedHead, Transform
+from .chunked import Chunks, TrainedHead, Transform
 
 # Number of logits of a tile, half a gigabyte in half precision, and its largest number of positions. A few thousand
 # positions keep a GPU busy.
@@ -93,29 +91,25 @@ def can_be_frozen(weight: torch.Tensor) -> bool:
 
 
 class FrozenLogProbs(torch.autograd.Function):
-    """Autograd function that returns log-probabilities `(P,)` of labels, entropies `(P,)` and top-1 flags `(P,)`.
+    """Autograd function with the arguments and results of [`TrainedLogProbs`], for a head that is frozen.
 
-    Inputs are hidden states `(P, D)`, a frozen head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`. A
-    top-1 flag says that the label is the most likely token. Logits are computed in the dtype of the hidden states, or
-    in autocast's dtype; everything else is float32. The gradient of the hidden states is rounded once, as in TRL.
+    Logits are computed in the dtype of the hidden states, or in autocast's dtype; everything else is float32. The
+    gradient of the hidden states is rounded once, as in TRL.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute scores tile by tile, and save the gradient of each log-probability by its hidden state."""
         hidden, weight, bias, labels, transform, measures = inputs
-        dtype = autocast_dtype(hidden) or hidden.dtype
         ctx.set_materialize_grads(False)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        scorer = _Scorer(weight.to(dtype), None if bias is None else bias.to(dtype), transform, measures=measures)
-        scores, size = hidden.new_zeros((3, len(hidden)), dtype=torch.float32), positions_per_tile(len(weight))
-        buffer = hidden.new_empty((min(size, len(hidden)), len(weight)), dtype=dtype)
+        # The kernels transform the logits themselves.
+        tiles = Chunks(hidden, weight, bias, Transform(), size=positions_per_tile(len(weight)))
+        scorer = _Scorer(tiles.weight, transform, measures=measures)
+        scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(hidden), size):
-                part = slice(start, min(start + size, len(hidden)))
-                logits = buffer[: part.stop - start]
-                into = None if slopes is None else slopes[part]
-                scorer.score(hidden[part].to(dtype), labels[part], logits, scores[:, part], into)
+            for part, logits in tiles:
+                scorer.score(logits, labels[part], scores[:, part], None if slopes is None else slopes[part])
         ctx.save_for_backward(slopes)
         is_top1 = scores[2].bool()
         ctx.mark_non_differentiable(scores[1], is_top1)
@@ -134,12 +128,10 @@ class FrozenLogProbs(torch.autograd.Function):
 class _Scorer:
     """The computation of one tile of positions after the other."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, transform: Transform, *, measures: bool
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, transform: Transform, *, measures: bool) -> None:
         kernels = scoring_kernels()
         assert kernels is not None
-        self.kernels, self.weight, self.bias, self.measures = kernels, weight, bias, measures
+        self.kernels, self.weight, self.measures = kernels, weight, measures
         self.options = {
             "vocab_start": 0,
             "n_cols": len(weight),
@@ -152,22 +144,17 @@ class _Scorer:
 
     def score(
         self,
-        hidden_nD: torch.Tensor,
-        labels_n: torch.Tensor,
         logits_nV: torch.Tensor,
+        labels_n: torch.Tensor,
         scores_3n: torch.Tensor,
         slopes_nD: torch.Tensor | None,
     ) -> None:
-        """Write log-probabilities, entropies and top-1 flags of a tile to `scores_3n`.
+        """Write log-probabilities, entropies and top-1 flags of a tile to `scores_3n`; overwrite the logits.
 
-        Write the gradients of the log-probabilities by the hidden states to `slopes_nD`, if it is given. `logits_nV`
-        is the buffer for the logits.
+        Write the gradients of the log-probabilities by the hidden states to `slopes_nD`, if it is given.
         """
-        torch.mm(hidden_nD, self.weight.t(), out=logits_nV)
-        if self.bias is not None:
-            logits_nV.add_(self.bias)
-        top, before = (hidden_nD.new_full((len(labels_n),), float("-inf"), dtype=torch.float32) for _ in range(2))
-        total, weighted, squares, plain, chosen = hidden_nD.new_zeros((5, len(labels_n)), dtype=torch.float32)
+        top, before = (logits_nV.new_full((len(labels_n),), float("-inf"), dtype=torch.float32) for _ in range(2))
+        total, weighted, squares, plain, chosen = logits_nV.new_zeros((5, len(labels_n)), dtype=torch.float32)
         asked = {"HAS_ENTROPY": self.measures, "HAS_IS_TOP1": self.measures}
         asked |= {"HAS_LOG_SUM_SQ_PROBS": False, "HAS_MEAN_LOGITS": False}
         by_triton = self.kernels.uses_triton(logits_nV.device)

@@ -23,14 +23,8 @@ from .chunked import ScoringHead
 _INSIDE_AUTOCAST = "_original_forward"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Options of TRL's head, from its arguments and from the config.
-_OPTIONS = (
-    "temperature",
-    "cast_lm_head_to_fp32",
-    "outputs",
-    "final_logit_softcapping",
-    "logit_scale",
-    "backbone_attr",
-)
+_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs", "final_logit_softcapping", "logit_scale",
+            "backbone_attr")  # fmt: skip
 # Number of vocabulary entries that TRL's function computes at a time; TRL uses the same number.
 _CHUNK = 32768
 

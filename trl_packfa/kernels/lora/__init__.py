@@ -1,9 +1,4 @@
-"""Fused LoRA layers, which compute the low-rank update together with the base product.
-
-This avoids separate passes over the activations. `projections.py` reads PEFT's layers and says why a layer cannot be
-fused. `products.py` has the forward and the backward. `overrides.py` has the forwards that a patch puts on modules,
-and `activated.py` has those of PEFT's activated LoRA. Parameters stay in PEFT's layers.
-"""
+"""Fused LoRA layers, which compute the low-rank update together with the base product. Parameters stay in PEFT's."""
 
 from .activated import activated_overrides as activated_overrides
 from .activated import invocations_of as invocations_of

@@ -16,14 +16,8 @@ from ...runtime.override import runs_own_forward
 from .projections import Projection, is_adapted, read, unsupported_reason
 
 # Attributes that `unsupported_reason` and `read` use: of a LoRA layer, and of bitsandbytes' quantization state.
-_STATES = (
-    "_active_adapter",
-    "_disable_adapters",
-    "merged_adapters",
-    "cast_input_dtype_enabled",
-    "lora_variant",
-    "scaling",
-)
+_STATES = ("_active_adapter", "_disable_adapters", "merged_adapters", "cast_input_dtype_enabled", "lora_variant",
+           "scaling")  # fmt: skip
 _QUANTIZED = ("packing_format_for_cpu", "shape")
 
 

@@ -85,14 +85,8 @@ def _project_fake(x_TD: torch.Tensor, weights: _Tensors, *options: Any) -> list[
 @torch.library.register_fake("trl_packfa::project_together_backward")
 def _project_backward_fake(grads: _Tensors, x_TD: torch.Tensor, *options: Any) -> list[torch.Tensor]:
     _, _, lora_As, lora_Bs, *_, input_trains = options
-    grad_x = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if input_trains else x_TD.new_empty(0)
-    return [
-        grad_x,
-        *(
-            torch.empty_like(factor, memory_format=torch.contiguous_format) if factor.numel() else x_TD.new_empty(0)
-            for factor in (*lora_As, *lora_Bs)
-        ),
-    ]
+    like = (x_TD if input_trains else x_TD.new_empty(0), *lora_As, *lora_Bs)  # a missing factor has no elements
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

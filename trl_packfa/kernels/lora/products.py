@@ -148,8 +148,6 @@ def gated_mlp(
 
 
 class _GatedMLP(Function):
-    """Autograd function of [`gated_mlp`]."""
-
     @staticmethod
     def forward(
         ctx: Any,
