@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from datasets import IterableDataset
@@ -19,8 +19,6 @@ from .run import POLICY, PaddingFreeRun
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 STATE = "trl_packfa_padding_free"
-# Attributes that hold the policy again, wrapped.
-_AGAIN = ("model_wrapped", "deepspeed", "accelerator")
 
 
 def padding_free(
@@ -78,7 +76,7 @@ def padding_free(
 
 def run_without_pads(
     trainer: Any, *, leave_padded: Sequence[str] | None = None, check_first_batch: bool = True, **options: Any
-) -> PaddingFreeRun:
+) -> None:
     """Patch a trainer's models and attach a [`PaddingFreeRun`] to it, or update the attached one.
 
     `options` are keyword arguments of [`patch`]. See [`padding_free`] for what is refused.
@@ -99,40 +97,25 @@ def run_without_pads(
             do="Train it as it is, without padding_free.",
         )
     _patch_all(trainer, models, **options)
-    shares = bool(options.get("share_prefixes"))
-    if run is not None:
-        run.change(models, leave_padded, check_first_batch=check_first_batch, shares=shares)
-        return run
-    run = PaddingFreeRun(trainer, models, leave_padded, check_first_batch=check_first_batch, shares=shares)
+    run = run or PaddingFreeRun(trainer)
     setattr(trainer, STATE, run)
-    run.attach()
-    return run
+    run.use(models, leave_padded, check_first_batch=check_first_batch, shares=bool(options.get("share_prefixes")))
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
     """Find a trainer's transformers models, each once, by the attribute that holds it (`name[i]` in a list)."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
-    for name, module in _held(trainer):
-        inner = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
-        if inner is not None and id(inner) not in seen:
-            seen.add(id(inner))
-            found[name] = trainer.accelerator.unwrap_model(module, keep_torch_compile=True)
+    for name, value in {POLICY: trainer.model, **vars(trainer)}.items():
+        listed = isinstance(value, (list, tuple))
+        for i, module in enumerate(value if listed else [value]):
+            parts = module.modules() if isinstance(module, nn.Module) else ()
+            inner = next((part for part in parts if isinstance(part, PreTrainedModel)), None)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                at = f"{name}[{i}]" if listed else name
+                found[at] = trainer.accelerator.unwrap_model(module, keep_torch_compile=True)
     return found
-
-
-def _held(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in a trainer's attributes with their names, the policy first."""
-    attributes = {POLICY: trainer.model, **vars(trainer)}
-    for name, value in attributes.items():
-        if name in _AGAIN:
-            continue
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                if isinstance(item, nn.Module):
-                    yield f"{name}[{i}]", item
 
 
 def attached_run(trainer: Any) -> PaddingFreeRun | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,7 +17,7 @@ from ...api import unpatch
 from ...errors import UnsupportedModel
 from ...exactness.first_padded_batch import PaddedBatchProof, compare_padded_batch, refuse_gradients_at_pads
 from ...layout.padded_rows import PaddedRows
-from ...patching.apply import PatchState, find_state
+from ...patching.apply import find_state
 from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
 from ..common.collating import CountingCollator
@@ -32,21 +34,6 @@ _OVER_PADS = {
 }
 
 
-class Counts(NamedTuple):
-    """Counts of the models' work."""
-
-    seconds: float = 0.0
-    trained: float = 0  # true tokens that the policy has trained
-    tokens: float = 0  # true tokens of all models
-    pads: float = 0  # padding of all models, which was not computed
-    documents: float = 0  # that the policy has trained
-    shared: float = 0  # true tokens that were computed in another row
-
-    def plus(self, counts: Counts, *, minus: Counts) -> Counts:
-        """Return these counts plus `counts`, minus `minus`."""
-        return Counts(*(a + b - c for a, b, c in zip(self, counts, minus, strict=True)))
-
-
 class PaddingFreeRun(TrainerCallback):
     """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
@@ -54,27 +41,14 @@ class PaddingFreeRun(TrainerCallback):
     are the results of the first batch's comparison for each model. With `shares`, rows share prefixes.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        models: dict[str, nn.Module],
-        left_padded: Sequence[str] = (),
-        *,
-        check_first_batch: bool,
-        shares: bool = False,
-    ) -> None:
-        self.trainer, self.models = trainer, models
-        self.change(models, left_padded, check_first_batch=check_first_batch, shares=shares)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.models: dict[str, nn.Module] = {}
         self.first_calls: dict[str, PaddedBatchProof] = {}
         # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
         # since the last log.
-        self._since: Counts | None = None
-        self._trained = Counts()
-        self._step = 0
-
-    def attach(self) -> None:
-        """Attach the run as a callback, add its values to the trainer's logs, warn of metrics that count padding."""
-        for cls in type(self.trainer).__mro__:
+        self._since, self._trained, self._step = np.zeros(6), np.zeros(6), 0
+        for cls in type(trainer).__mro__:
             if metrics := _OVER_PADS.get(cls.__name__):
                 logger.warning(
                     "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
@@ -82,17 +56,17 @@ class PaddingFreeRun(TrainerCallback):
                     cls.__name__,
                     ", ".join(metrics),
                 )
-        own = self.trainer.log
+        own = trainer.log
 
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if "loss" in logs:
                 logs.update(self.read())
             return own(logs, *args, **kwargs)
 
-        self.trainer.log = log
-        self.trainer.add_callback(self)
+        trainer.log = log
+        trainer.add_callback(self)
 
-    def change(
+    def use(
         self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
     ) -> None:
         """Use these models and settings from now on. Models that are left out are unpatched.
@@ -121,33 +95,30 @@ class PaddingFreeRun(TrainerCallback):
                     do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
                 )
             if self.check_first_batch:
-                patched.unpadding.watch = _Watching(self, name, model, patched)
-        self._since, self._trained, self._step = self._counts(), Counts(), state.global_step
+                patched.unpadding.watch = partial(self._check_call, name)
+        self._since, self._trained, self._step = self._counts(), np.zeros(6), state.global_step
 
-    def _counts(self) -> Counts:
-        """Read the counts of all models so far, and the time."""
+    def _counts(self) -> np.ndarray:
+        """Read the seconds and the counts so far.
+
+        They are true tokens and documents that the policy has trained, and of all models together the true tokens, the
+        pads, which were not computed, and the true tokens that were computed in another row.
+        """
         states = {name: find_state(model) for name, model in self.models.items()}
         counted = {name: state.unpadding for name, state in states.items() if state is not None and state.unpadding}
         policy = counted.get(POLICY)
-        return Counts(
-            seconds=time.perf_counter(),
-            trained=0 if policy is None else policy.trained,
-            tokens=sum(one.tokens for one in counted.values()),
-            pads=sum(one.pads for one in counted.values()),
-            documents=0 if policy is None else policy.trained_documents,
-            shared=sum(one.shared for one in counted.values()),
-        )
+        trained = (0, 0) if policy is None else (policy.trained, policy.trained_documents)
+        of_all = np.sum([(0, 0, 0), *((one.tokens, one.pads, one.shared) for one in counted.values())], axis=0)
+        return np.array([time.perf_counter(), *trained, *of_all])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Add the part of training that has ended. A log, evaluation or checkpoint after it does not count."""
-        if self._since is not None:
-            self._trained = self._trained.plus(self._counts(), minus=self._since)
-            self._since = self._counts()
+        now = self._counts()
+        self._trained, self._since = self._trained + now - self._since, now
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start a new part of training, after a log, evaluation or checkpoint."""
-        if self._since is not None:
-            self._since = self._counts()
+        self._since = self._counts()
 
     on_evaluate = on_save = on_log
 
@@ -155,12 +126,12 @@ class PaddingFreeRun(TrainerCallback):
         """Return the values to log since the last call, over all ranks."""
         step = self.trainer.state.global_step
         steps, self._step = step - self._step, step
-        seconds, *mine = self._trained
-        self._trained = Counts()
+        seconds, *mine = self._trained.tolist()
+        self._trained = np.zeros(6)
         accelerator = self.trainer.accelerator
         own = torch.tensor(mine, dtype=torch.float64)
         sums = own if accelerator.num_processes == 1 else accelerator.reduce(own.to(accelerator.device), "sum")
-        trained, tokens, pads, documents, shared = sums.tolist()
+        trained, documents, tokens, pads, shared = sums.tolist()
         if not tokens or not seconds:
             return {}
         found = {"padding_saved": pads / (tokens + pads)}
@@ -177,49 +148,35 @@ class PaddingFreeRun(TrainerCallback):
         compared = f"; difference of the first batch from its rows alone: {', '.join(first)}" if first else ""
         return f"without padding proven on {', '.join(self.models)} before the first step{compared}."
 
-    def pause(self, seconds: float) -> None:
-        """Exclude seconds that were not training from the measured speed."""
-        if self._since is not None:
-            self._since = self._since._replace(seconds=self._since.seconds + seconds)
+    def _check_call(
+        self, name: str, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any
+    ) -> None:
+        """Check a model's first calls without padding.
 
-
-class _Watching:
-    """A check of one model's first calls without padding.
-
-    The first call is compared with its rows alone. In the first call that trains, the loss must not read padding.
-    """
-
-    def __init__(self, run: PaddingFreeRun, name: str, model: nn.Module, state: PatchState) -> None:
-        self.run, self.name, self.model, self.state = run, name, model, state
-
-    def __call__(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        unpadding, called = self.state.unpadding, f"{type(self.run.trainer).__name__}.{self.name}"
-        assert unpadding is not None
-        unpadding.watch = None  # because the model is called again below
+        The first call is compared with its rows alone. In the first call that trains, the loss must not read padding.
+        """
+        model, called = self.models[name], f"{type(self.trainer).__name__}.{name}"
+        state = find_state(model)
+        assert state is not None and state.unpadding is not None and state.unpads is not None
+        watch, state.unpadding.watch = state.unpadding.watch, None  # because the model is called again below
         # A backbone cannot run again inside its own call with sharded weights, which are gathered once per call, nor
         # with activated LoRA, which finds its invocation tokens outside of the backbone.
-        sharded = any(hasattr(p, "device_mesh") for p in inner_model(self.model).parameters())
-        once = sharded or is_partitioned(self.model) or self.state.invocations
-        if self.name not in self.run.first_calls and not once:
-            self._compare(forward, call, rows).require_exact(called)
+        sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
+        once = sharded or is_partitioned(model) or state.invocations
+        if name not in self.first_calls and not once:
+            started, counted = time.perf_counter(), vars(state.unpadding).copy()
+            first = self.first_calls[name] = compare_padded_batch(state.unpads, forward, call, rows)
+            vars(state.unpadding).update(counted)
+            self._since[0] += time.perf_counter() - started  # it was no training
+            logger.info(
+                "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places "
+                "saved.", name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
+            )  # fmt: skip
+            first.require_exact(called)
         # With return_dict=False the outputs are a tuple with the hidden states first.
         last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
-        states = (last, *(getattr(outputs, "hidden_states", None) or ()))
-        for each in states:
+        for each in (last, *(getattr(outputs, "hidden_states", None) or ())):
             if each.requires_grad:
                 refuse_gradients_at_pads(each, rows, called)
-        if not states[0].requires_grad:
-            unpadding.watch = self
-
-    def _compare(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows) -> PaddedBatchProof:
-        started, counted = time.perf_counter(), vars(self.state.unpadding).copy()
-        assert self.state.unpads is not None
-        first = compare_padded_batch(self.state.unpads, forward, call, rows)
-        vars(self.state.unpadding).update(counted)
-        self.run.pause(time.perf_counter() - started)
-        self.run.first_calls[self.name] = first
-        logger.info(
-            "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places saved.",
-            self.name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
-        )  # fmt: skip
-        return first
+        if not last.requires_grad:
+            state.unpadding.watch = watch
