@@ -9,6 +9,7 @@ Shape letters: B rows of a batch, L row length, n tokens of a row.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,22 +33,6 @@ _REFERENCE = "reference"
 _REFERENCES_IN_BATCH = {"precompute_ref_logps": True}
 # Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
-
-
-class _Alone:
-    """A wrapper of an `Accelerator` that gathers from this rank only. All else is the wrapped accelerator's."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor as it is, like a run with one rank."""
-        return tensor
-
-    gather_for_metrics = gather
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
 
 
 class RecutSteps(PackedRun):
@@ -106,8 +91,10 @@ class RecutSteps(PackedRun):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
+        alone = copy.copy(self.accelerator)  # ranks have different numbers of pairs here, so it gathers nothing
+        alone.gather = alone.gather_for_metrics = lambda tensor, *_, **__: tensor
         uncounted = {
-            "accelerator": _Alone(self.accelerator),  # ranks have different numbers of pairs here
+            "accelerator": alone,
             "_metrics": {mode: defaultdict(list) for mode in self._metrics},
             "_total_train_tokens": self._total_train_tokens,
         }
