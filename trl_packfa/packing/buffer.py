@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .best_fit import best_fit_decreasing
-from .microbatches import document_cost
+from .microbatches import document_cost, longest_first
 
 # Rows that are at least this full are not held back for a better fit.
 _FULL = 0.95
@@ -77,9 +77,8 @@ def levelled_rounds(
 ) -> list[list[np.ndarray]]:
     """Return the rows that all ranks run at the same time, round by round.
 
-    With several ranks, the rows of a round have similar costs: rows are sorted by cost within some hundred rounds.
-    They are dealt so that no rank gets the costliest row of every round. A round's rows come rank by rank. Only the
-    last round may have too few rows.
+    With several ranks, the rows of a round have similar costs: rows are sorted by cost within some hundred rounds. A
+    round's rows come rank by rank, and every rank's have about the same cost. Only the last round may have too few.
 
     `rows` are the document indices of each row, `cost` is that of each document, `(S,)`. `rows_per_batch` is the rows
     of one rank's micro-batch. `rng` draws the order of the rounds, unless `shuffle` is off.
@@ -95,20 +94,10 @@ def levelled_rounds(
         tail = len(stretch) % per_round
         whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -cost[row].sum())
         levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
-        order = rng.permutation(len(levelled)) if shuffle else range(len(levelled))
-        rounds += [_dealt(levelled[i], cost, rows_per_batch, world_size) for i in order]
+        for i in rng.permutation(len(levelled)) if shuffle else range(len(levelled)):
+            costs = np.array([cost[row].sum() for row in levelled[i]])
+            # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
+            ranks = longest_first(costs, world_size, most=rows_per_batch)
+            rounds.append([levelled[i][row] for rank in ranks for row in rank])
         rounds += [stretch[len(stretch) - tail :]] if tail else []
     return rounds
-
-
-def _dealt(rows: list[np.ndarray], cost: np.ndarray, rows_per_batch: int, world_size: int) -> list[np.ndarray]:
-    """Return a round's rows rank by rank: each time the costliest row left goes to the rank with the least so far."""
-    # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
-    ranks: list[list[np.ndarray]] = [[] for _ in range(world_size)]
-    done = np.zeros(world_size)
-    for row in sorted(rows, key=lambda row: -cost[row].sum()):
-        open_ranks = [rank for rank in range(world_size) if len(ranks[rank]) < rows_per_batch]
-        rank = min(open_ranks, key=lambda rank: done[rank])
-        ranks[rank].append(row)
-        done[rank] += cost[row].sum()
-    return [row for rank in ranks for row in rank]

@@ -44,14 +44,14 @@ def recut(
     lengths = np.asarray(lengths, dtype=np.int64)
     cost = document_cost(lengths, quadratic) if cost is None else cost
     assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
-    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
+    parts = _level(longest_first(cost, num_micro_batches), cost, lengths, budget)
     if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
         # The parts are level in cost, but one is too full. Best fit is less level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         while len(parts) < num_micro_batches:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
             documents = parts.pop(widest)
-            parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
+            parts += [[documents[i] for i in half] for half in longest_first(cost[documents], 2)]
         parts = _level(parts, cost, lengths, budget)
     return [sorted(part) for part in parts]
 
@@ -133,14 +133,18 @@ def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
     return [shared[documents] for documents in bins] + [own[i : i + 1] for i in range(len(own))]
 
 
-def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Deal documents longest processing time first (Graham, 1969): the costliest left goes to the cheapest part."""
+def longest_first(cost: np.ndarray, parts: int, *, most: int | None = None) -> list[list[int]]:
+    """Deal documents longest processing time first (Graham, 1969): the costliest left goes to the cheapest part.
+
+    `most` is the largest number of documents of a part.
+    """
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():
         total, part = heapq.heappop(heap)
         dealt[part].append(document)
-        heapq.heappush(heap, (total + float(cost[document]), part))
+        if len(dealt[part]) != most:
+            heapq.heappush(heap, (total + float(cost[document]), part))
     return dealt
 
 

@@ -7,6 +7,7 @@ have the same number of batches. Each epoch mixes documents of equal length anew
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,36 +24,29 @@ def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generato
     return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(row_of)) + 1)
 
 
+@dataclass(eq=False)
 class PackedBatchSampler:
     """A batch sampler that yields the documents of one micro-batch at a time, for one rank.
 
-    `lengths` are the tokens of each document, all between 1 and `capacity`, the tokens of a row (TRL's `max_length`).
-    `rows_per_batch` is the rows of a micro-batch (`per_device_train_batch_size`); `seed`, `rank` and `world_size` are
-    the Trainer's. `shuffle` draws the order of rows. `wrapped` makes rows of consecutive documents, which were cut to
-    fill them, instead of best fit. `quadratic` is as in [`document_cost`]: rows of similar cost run at the same time
-    on all ranks.
+    `quadratic` is as in [`document_cost`]: rows of similar cost run at the same time on all ranks.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        *,
-        capacity: int,
-        rows_per_batch: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle: bool = True,
-        wrapped: bool = False,
-        quadratic: float = 0.0,
-    ) -> None:
-        self.lengths, self.capacity, self.rows_per_batch = np.asarray(lengths), capacity, rows_per_batch
-        self.seed, self.rank, self.world_size, self.shuffle = seed, rank, world_size, shuffle
-        self.pack = consecutive_rows if wrapped else best_fit_decreasing
-        self.cost = document_cost(self.lengths, quadratic)
+    lengths: np.ndarray  # tokens of each document, all between 1 and `capacity`
+    capacity: int  # tokens of a row, TRL's `max_length`
+    rows_per_batch: int  # rows of a micro-batch, `per_device_train_batch_size`
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    shuffle: bool = True  # draws the order of rows
+    wrapped: bool = False  # rows of consecutive documents, which were cut to fill them, instead of best fit
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pack = consecutive_rows if self.wrapped else best_fit_decreasing
+        self.cost = document_cost(self.lengths, self.quadratic)
         self.epoch = 0
         # The number of bins depends on the lengths only, not on the random mix.
-        self.num_rows = len(self.pack(self.lengths, capacity, np.random.default_rng(seed)))
+        self.num_rows = len(self.pack(self.lengths, self.capacity, np.random.default_rng(self.seed)))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iteration packs."""
@@ -72,14 +66,8 @@ class PackedBatchSampler:
         rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:
             rows = [rows[i] for i in rng.permutation(len(rows))]
-        return levelled_rounds(
-            rows,
-            self.cost,
-            rows_per_batch=self.rows_per_batch,
-            world_size=self.world_size,
-            rng=rng,
-            shuffle=self.shuffle,
-        )
+        sizes = {"rows_per_batch": self.rows_per_batch, "world_size": self.world_size}
+        return levelled_rounds(rows, self.cost, **sizes, rng=rng, shuffle=self.shuffle)
 
     def share(self, rows: list[np.ndarray], rank: int) -> list[int]:
         """Return a rank's documents of one round; rows of a last round with fewer than ranks are cut in halves."""

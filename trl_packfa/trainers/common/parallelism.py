@@ -1,8 +1,4 @@
-"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together.
-
-Weights may be sharded over ranks. A packed row is whole on one rank, or shared by a group of ranks
-(`sequence_parallel`). A rank that fails or differs must not leave the others waiting.
-"""
+"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together."""
 
 from __future__ import annotations
 
@@ -71,11 +67,15 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
         # Under ZeRO-3 all modules do; under FSDP2 layers, unless the `auto_wrap_policy` goes by size or names others.
         return fsdp_plugin is None or (policy is not None and policy(module))
 
-    inside = {
-        name: [module for module in mixer.modules() if module is not mixer] for name, mixer in state.mixers.items()
-    }
-    uneven = sorted(name for name, modules in inside.items() if any(map(gathers, modules)))
-    uneven = ["the backbone"] if state.patch.rebatch else uneven
+    uneven = (
+        ["the backbone"]
+        if state.patch.rebatch
+        else sorted(
+            name
+            for name, mixer in state.mixers.items()
+            if any(gathers(module) for module in mixer.modules() if module is not mixer)
+        )
+    )
     if uneven:
         named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
         raise InvalidConfig(
@@ -262,13 +262,11 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     except Exception as caught:
         error, mine = caught, (RuntimeError, f"{type(caught).__name__}: {caught}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
-    told: list[tuple[type[Exception], str] | None] = gather_object([mine])
-    kinds = [one[0] for one in told if one is not None]
-    if not kinds:
+    failed = [(rank, *one) for rank, one in enumerate(gather_object([mine])) if one is not None]
+    if not failed:
         return result
-    ranks = f"of {accelerator.num_processes}"
-    messages = [f"rank {rank} {ranks}: {one[1]}" for rank, one in enumerate(told) if one is not None]
-    raise kinds[0]("\n".join(messages[:_SHOWN])) from error
+    messages = [f"rank {rank} of {accelerator.num_processes}: {text}" for rank, _, text in failed[:_SHOWN]]
+    raise failed[0][1]("\n".join(messages)) from error
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
