@@ -16,26 +16,30 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int, rng: np.random.Gener
     other bins, but the same number of them. Returns one ascending int64 array of document indices for each bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= capacity), "lengths outside 1..capacity"
+    if not len(lengths):
+        return []
+    assert lengths.min() >= 1 and lengths.max() <= capacity, "lengths outside 1..capacity"
     shuffled = rng.permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
-    bins: list[list[int]] = []
-    # The bins by the tokens that they have left, those that came first in front; and these numbers, ascending.
-    with_space: dict[int, deque[list[int]]] = defaultdict(deque)
-    spaces: list[int] = []
+    bin_of, bins = [0] * len(lengths), 0
+    # The bins by the tokens that they have left, those that came first in front; and these numbers, ascending. The
+    # last one stands for a new bin.
+    with_space: dict[int, deque[int]] = defaultdict(deque)
+    spaces = [capacity]
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fullest = bisect_left(spaces, length)
-        if fullest == len(spaces):
-            space, chosen = capacity, []
-            bins.append(chosen)
+        space = spaces[fullest]
+        if space == capacity:
+            chosen, bins = bins, bins + 1
         else:
-            space = spaces[fullest]
             chosen = with_space[space].popleft()
             if not with_space[space]:
                 del spaces[fullest]
-        chosen.append(document)
+        bin_of[document] = chosen
         if left := space - length:
             if not with_space[left]:
                 insort(spaces, left)
             with_space[left].append(chosen)
-    return [np.sort(np.array(documents, dtype=np.int64)) for documents in bins]
+    # For bin_of [0, 1, 0]: by_bin [0, 2, 1], cut where the number changes: [[0, 2], [1]].
+    by_bin = np.argsort(bin_of, kind="stable")
+    return np.split(by_bin, np.flatnonzero(np.diff(np.array(bin_of)[by_bin])) + 1)
