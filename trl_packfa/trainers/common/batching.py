@@ -1,7 +1,4 @@
-"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step.
-
-`RankAwareSampler` is a sampler of packed batches that the Trainer's data loader accepts.
-"""
+"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step."""
 
 from __future__ import annotations
 
