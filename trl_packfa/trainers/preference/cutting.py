@@ -1,8 +1,7 @@
 """Cutting of pairs: to `max_length`, with every dropped token counted, and of a step's pairs into micro-batches.
 
-A step's pairs are re-cut into fewer, fuller micro-batches of about equal cost on every rank. A pair is never split.
-Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over pairs, and the step's
-loss is a mean over padded micro-batches and ranks. With images each rank re-cuts its own pairs.
+A pair is never split. Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over
+pairs, and the step's loss is a mean over padded micro-batches and ranks.
 
 Shape letters: P pairs (or single examples, for a trainer of those), R rows of each.
 """
@@ -44,11 +43,8 @@ class PairSlot(Slot):
     `examples` are the step's pairs, of all ranks; with images those of this rank, processed. `cut` are the pairs of
     each of this rank's micro-batches, `groups` the number of each pair's padded micro-batch, `own` the numbers of this
     rank's. `lengths` are the tokens of the pairs' rows, `(P, R)`, `longest` the length of a pair's rows if it is
-    padded alone, `(P,)`.
-
-    Attributes:
-        parts (`list[Part]`), padded (`list[list[int]]`): the micro-batches, and the pairs of each padded one.
-        widths (`np.ndarray`): the length of each pair's rows in the padded run, `(P,)`.
+    padded alone, `(P,)`. `padded` are the pairs of this rank's padded micro-batches, `widths` the length of each
+    pair's rows there, `(P,)`.
     """
 
     def __init__(
@@ -251,13 +247,16 @@ def plan_pairs(
     return kept, report
 
 
-def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
-    """Cut the answers, those in `also` too, so that a row has at most `max_length` tokens, as TRL's collators do."""
-    answers = [*(row[-1] for row in rows), *also]
-    prompt = next((row[0] for row in rows if len(row) > 1), None)
+# TRL's column of mismatched answers, for a KTO loss that estimates a KL.
+MISMATCHED = "KL_completion_ids"
+
+
+def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, name: str) -> Dataset:
+    """Cut the answers so that a row has at most `max_length` tokens, as TRL's collators do."""
+    answers = [*(row[-1] for row in rows), *{MISMATCHED}.intersection(dataset.column_names)]
 
     def cut(example: dict[str, Any]) -> dict[str, Any]:
-        room = max_length - (len(example[prompt]) if prompt is not None else 0)
+        room = max_length - sum(len(example[column]) for column in rows[0][:-1])
         return {answer: example[answer][:room] for answer in answers}
 
     return dataset.map(cut, desc=f"Cutting {name} dataset to max_length")
