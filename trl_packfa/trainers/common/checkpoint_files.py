@@ -131,9 +131,7 @@ def tell_left_out(checkpoint: str | Path) -> None:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole, by report and manifest, after the `with` block has written every rank's part.
-
-    Only then are older checkpoints deleted.
+    """Mark a checkpoint as whole, and delete older ones, after the `with` block has written every rank's part.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.

@@ -136,7 +136,7 @@ _TRANSFORMERS = "5.23.0"
 class RowGroups(ParallelismConfig):
     """accelerate's parallelism config for a mesh of data-parallel groups, and the ranks of each, which are neighbours.
 
-    accelerate's loaders deal batches to the groups. DDP and FSDP2 run over all ranks.
+    Loaders deal batches to the groups. DDP and FSDP2 run over all ranks.
     """
 
     def __init__(self, groups: int, size: int) -> None:
@@ -262,11 +262,13 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     except Exception as caught:
         error, mine = caught, (RuntimeError, f"{type(caught).__name__}: {caught}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
-    failed = [(rank, *one) for rank, one in enumerate(gather_object([mine])) if one is not None]
+    told: list[tuple[type[Exception], str] | None] = gather_object([mine])
+    failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
     if not failed:
         return result
     messages = [f"rank {rank} of {accelerator.num_processes}: {text}" for rank, _, text in failed[:_SHOWN]]
-    raise failed[0][1]("\n".join(messages)) from error
+    _, kind, _ = failed[0]
+    raise kind("\n".join(messages)) from error
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:

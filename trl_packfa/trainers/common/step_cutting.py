@@ -218,14 +218,11 @@ def how_to_cut(
     own_loss: bool = False,
     world_size: int = 1,
 ) -> tuple[str, str]:
-    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's.
+    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's, and say why.
 
     `balances_experts`: the routers' auxiliary loss is trained, which depends on a whole padded micro-batch.
     `counts_tokens`: losses are divided by the tokens of the step, not by those of each micro-batch. `own_loss`: the
-    user's `compute_loss_func` computes the loss.
-
-    Returns:
-        The choice, and the reason if it is not `FREE`.
+    user's `compute_loss_func` computes the loss. The reason of `FREE` is `""`.
     """
     if not counts_tokens:
         return KEPT, "the model's forward takes no num_items_in_batch: its loss is a mean over each micro-batch"
