@@ -204,7 +204,7 @@ def test_it_is_called_again_with_other_arguments(tmp_path):
 def test_evaluation_is_no_training(tmp_path, monkeypatch):
     """Neither its time nor its pads are counted."""
     clock = [0.0]
-    monkeypatch.setattr(sys.modules["trl_packfa.trainers.padding_free.run"].time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sys.modules[models_of.__module__].time, "perf_counter", lambda: clock[0])
 
     class Slow(trl.DPOTrainer):
         def training_step(self, *args, **kwargs):

@@ -1,7 +1,6 @@
 """From lengths to plans: pure functions on numpy arrays, without any model, transformers or trl."""
 
 from .best_fit import best_fit_decreasing
-from .buffer import BufferedRows, pack_buffer
 from .microbatches import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .overflow import (
     BFD,
@@ -21,7 +20,7 @@ from .overflow import (
     plan_overflow,
     require_policy,
 )
-from .sampler import PackedBatchSampler
+from .rows import BufferedRows, PackedBatchSampler, pack_buffer
 
 __all__ = [
     "BFD", "BFD_SPLIT", "MINIBATCH", "OVERFLOW_POLICIES", "PADDED", "STEP", "STRATEGIES", "WRAP", "WRAPPED",

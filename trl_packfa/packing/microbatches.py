@@ -44,14 +44,14 @@ def recut(
     lengths = np.asarray(lengths, dtype=np.int64)
     cost = document_cost(lengths, quadratic) if cost is None else cost
     assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
-    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
+    parts = _level(longest_first(cost, num_micro_batches), cost, lengths, budget)
     if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
         # The parts are level in cost, but one is too full. Best fit is less level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         while len(parts) < num_micro_batches:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
             documents = parts.pop(widest)
-            parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
+            parts += [[documents[i] for i in half] for half in longest_first(cost[documents], 2)]
         parts = _level(parts, cost, lengths, budget)
     return [sorted(part) for part in parts]
 
@@ -133,19 +133,26 @@ def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
     return [shared[documents] for documents in bins] + [own[i : i + 1] for i in range(len(own))]
 
 
-def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Deal documents longest processing time first (Graham, 1969): the costliest left goes to the cheapest part."""
+def longest_first(cost: np.ndarray, parts: int, *, most: int | None = None) -> list[list[int]]:
+    """Deal documents longest processing time first (Graham, 1969): the costliest left goes to the cheapest part.
+
+    `most` is the largest number of documents of a part.
+    """
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():
         total, part = heapq.heappop(heap)
         dealt[part].append(document)
-        heapq.heappush(heap, (total + float(cost[document]), part))
+        if len(dealt[part]) != most:
+            heapq.heappush(heap, (total + float(cost[document]), part))
     return dealt
 
 
 def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Exchange documents between the costliest part and others, as long as it gets cheaper and all fit."""
+    """Exchange documents between the costliest part and others, as long as it gets cheaper and all fit.
+
+    Each time it is the exchange after which the costlier of the two parts is cheapest.
+    """
     totals = np.array([cost[part].sum() for part in parts])
     tokens = np.array([lengths[part].sum() for part in parts])
     # No exchange makes the costliest part cheaper than the costliest document.
@@ -154,50 +161,28 @@ def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit:
         top = int(totals.argmax())
         if totals[top] <= reachable:
             break
-        best = _best_exchange(parts, top, totals, tokens, cost, lengths, limit)
-        if best is None:
+        # One column for each document that may come back, and one for none (-1). For parts [[0, 1], [2]] and top 0,
+        # part_of is [1, 1] and comes is [2, -1].
+        part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
+        comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
+        leaves = np.array(parts[top])
+        # moved[i, j] is the cost that moves if document i of the costliest part is exchanged for document j.
+        moved = cost[leaves][:, None] - np.where(comes >= 0, cost[comes], 0.0)
+        moved_tokens = lengths[leaves][:, None] - np.where(comes >= 0, lengths[comes], 0)
+        worse = np.maximum(totals[top] - moved, totals[part_of] + moved)
+        full = (tokens[part_of] + moved_tokens > limit) | (tokens[top] - moved_tokens > limit)
+        # Every part keeps at least one document, or there would be fewer micro-batches than planned.
+        worse = np.where(full | ((comes < 0) & (len(leaves) == 1)), np.inf, worse)
+        i, j = np.unravel_index(int(worse.argmin()), worse.shape)
+        # The gain must exceed rounding of sums, or two equal documents would be exchanged back and forth.
+        if not worse[i, j] < totals[top] * (1 - 1e-9):
             break
-        other, leaves, comes = best
-        parts[top].remove(leaves)
-        parts[other].append(leaves)
-        if comes >= 0:
-            parts[other].remove(comes)
-            parts[top].append(comes)
+        other, out, back = int(part_of[j]), int(leaves[i]), int(comes[j])
+        parts[top].remove(out)
+        parts[other].append(out)
+        if back >= 0:
+            parts[other].remove(back)
+            parts[top].append(back)
         for part in (top, other):
             totals[part], tokens[part] = cost[parts[part]].sum(), lengths[parts[part]].sum()
     return parts
-
-
-def _best_exchange(
-    parts: list[list[int]],
-    top: int,
-    totals: np.ndarray,
-    tokens: np.ndarray,
-    cost: np.ndarray,
-    lengths: np.ndarray,
-    limit: int,
-) -> tuple[int, int, int] | None:
-    """Return the exchange after which the costlier of the two parts is cheapest; `None` if no exchange helps.
-
-    It is the other part, the document that goes to it, and the document that comes back (-1 for none).
-    """
-    # One column for each document that may come back, and one for none. For parts [[0, 1], [2]] and top 0, part_of is
-    # [1, 1] and comes is [2, -1].
-    part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
-    comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
-    back = np.where(comes >= 0, cost[comes], 0.0)
-    back_tokens = np.where(comes >= 0, lengths[comes], 0)
-    leaves = np.array(parts[top])
-    # moved[i, j] is the cost that moves if document i of the costliest part is exchanged for document j.
-    moved = cost[leaves][:, None] - back[None]
-    worse = np.maximum(totals[top] - moved, totals[part_of][None] + moved)
-    moved_tokens = lengths[leaves][:, None] - back_tokens[None]
-    full = (tokens[part_of][None] + moved_tokens > limit) | (tokens[top] - moved_tokens > limit)
-    # Every part keeps at least one document, or there would be fewer micro-batches than planned.
-    empties = (comes[None] < 0) & (len(leaves) == 1)
-    worse = np.where(full | empties, np.inf, worse)
-    i, j = np.unravel_index(int(worse.argmin()), worse.shape)
-    # The gain must exceed rounding of sums, or two equal documents would be exchanged back and forth.
-    if not worse[i, j] < totals[top] * (1 - 1e-9):
-        return None
-    return int(part_of[j]), int(leaves[i]), int(comes[j])

@@ -1,8 +1,7 @@
 """Handle documents longer than `max_length`, and count every dropped token.
 
-The functions work on document spans, `(document, start, stop)` in tokens. A kept document is one span, a truncated one
-a shorter span, a split one several. Spans without a trained token are dropped, unless batches must hold the examples
-of TRL's padded run. The first token of a span is never trained, because no token precedes it.
+A kept document is one span of tokens, a truncated one a shorter span, a split one several. The first token of a span
+is never trained, because no token precedes it.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def plan_overflow(
     spans = _wrap(lengths, trained, limit) if policy == WRAP else _cut(lengths, limit, policy)
     counts = _trained_in(spans, lengths, trained)
     stays = counts > 0
-    if policy == WRAP:
-        # Wrapped rows stay whole: untrained parts are kept in place, which costs nothing.
+    if policy == WRAP:  # rows stay whole: untrained parts are kept in place, which costs nothing
         stays = np.ones_like(stays)
     elif as_padded and policy != "split":
         stays = (spans.stop > spans.start) if max_length is None else _labelled_in(spans, lengths, trained) > 0
@@ -178,7 +176,6 @@ def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
 
 def _trained_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
     """Count the trained tokens of each span, without its first token."""
-    # A span [start, stop) trains the tokens after its first one.
     return _labelled_in(spans._replace(start=np.minimum(spans.start + 1, spans.stop)), lengths, trained)
 
 

@@ -1,12 +1,9 @@
-"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step.
-
-`RankAwareSampler` is a sampler of packed batches that the Trainer's data loader accepts.
-"""
+"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +15,6 @@ from .config import CommonConfig
 
 # How `step` may cut: freely; freely, but a padded micro-batch's examples run at the same time; as the padded run cuts.
 FREE, TOGETHER, KEPT = "free", "together", "kept"
-
-Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
 
 
 @dataclass(frozen=True)
@@ -129,10 +124,10 @@ class Batching:
             found.append([own[part] for part in parts] + [own[:0]] * (count - len(parts)))
         return found
 
-    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0, kind: type[Sampler] = PackedBatchSampler) -> Sampler:
+    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0) -> RankAwareSampler:
         """Build a rank's sampler of rows, for a strategy that fills rows."""
         assert self.max_length is not None, "the config requires max_length for rows"
-        return kind(
+        return RankAwareSampler(
             lengths,
             rank=rank,
             capacity=self.max_length,

@@ -1,12 +1,8 @@
-"""Files of a checkpoint: reports, progress and stream state, and the manifest, which shows whether it is whole.
-
-The manifest holds sizes and digests of the files. It is written after all others and read before them.
-"""
+"""Files of a checkpoint: reports, progress and stream state, and the manifest, which shows whether it is whole."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -17,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ...collator import LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
+from ...runtime.override import set_inside
 from .config import CommonConfig
 
 logger = logging.getLogger(__name__)
 
-# Written when every rank has written its part. The manifest comes last.
+# Written when every rank has written its part.
 PACKING_REPORT = "packing_report.json"
 # The state that a resumed run needs and the Trainer does not save.
 PROGRESS = "packing_progress.json"
@@ -53,22 +51,17 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
     """Find the newest whole `checkpoint-*` of a folder, with a warning for skipped ones; `None` if there is none."""
-    found = [
-        path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
-    ]
-    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
-        wrong = _incomplete(path)
-        if wrong is None:
+    steps = {path.name.removeprefix("checkpoint-"): path for path in Path(folder or ".").glob("checkpoint-*")}
+    for step in sorted(filter(str.isdigit, steps), key=int, reverse=True):
+        path = steps[step]
+        if (wrong := _incomplete(path)) is None:
             return str(path)
         logger.warning("trl-packfa: %s is incomplete (%s): skipped.", path, wrong)
     return None
 
 
 def _incomplete(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is not whole, or `None`.
-
-    A report without a manifest, of an earlier version, is whole.
-    """
+    """Return why a checkpoint is not whole, or `None`. One of an earlier version has a report without a manifest."""
     written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
 
@@ -109,8 +102,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
             why=[f"the folder has no {TRAINER_STATE_NAME}" if checkpoint.is_dir() else "no such folder"],
             do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
         )
-    wrong = damage(checkpoint)
-    if wrong is not None:
+    if (wrong := damage(checkpoint)) is not None:
         raise InvalidConfig(
             f"the checkpoint {checkpoint} is damaged: it has {wrong}.",
             why=[f"{MANIFEST} lists the files as they were written"],
@@ -139,17 +131,31 @@ def tell_left_out(checkpoint: str | Path) -> None:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole, by report and manifest, after the `with` block has written every rank's part.
-
-    Only then are older checkpoints deleted.
+    """Mark a checkpoint as whole, and delete older ones, after the `with` block has written every rank's part.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
     """
     is_new = not folder.exists()
+    args, limit = trainer.args, trainer.args.save_total_limit
     try:
-        with _marked_whole(folder, trainer):
+        if args.should_save:
+            for name in (MANIFEST, PACKING_REPORT):
+                (folder / name).unlink(missing_ok=True)
+        trainer.accelerator.wait_for_everyone()
+        # The Trainer would delete older checkpoints on rank 0 while other ranks may still write. A run that is killed
+        # then would have no whole checkpoint left. Without a limit the Trainer deletes none.
+        with set_inside(args, save_total_limit=None):
             yield
+        trainer.accelerator.wait_for_everyone()
+        if not args.should_save:
+            return
+        if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
+            torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without the limit
+        trainer.save_reports(folder)
+        write_manifest(folder)
+        best = trainer.state.best_model_checkpoint
+        rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         full = any(words in str(error).lower() for words in _FULL)
         if not full and getattr(error, "errno", None) not in _FULL_NUMBERS:
@@ -170,31 +176,6 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
 # Words in errors of torch's and safetensors' writers when the operating system accepts no more bytes.
 _FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
-    args, limit = trainer.args, trainer.args.save_total_limit
-    if args.should_save:
-        for name in (MANIFEST, PACKING_REPORT):
-            (folder / name).unlink(missing_ok=True)
-    trainer.accelerator.wait_for_everyone()
-    # The Trainer would delete older checkpoints on rank 0 while other ranks may still write. A run that is killed then
-    # would have no whole checkpoint left. Without a limit the Trainer deletes none.
-    args.save_total_limit = None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
-    trainer.accelerator.wait_for_everyone()
-    if not args.should_save:
-        return
-    if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
-        torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without the limit
-    trainer.save_reports(folder)
-    write_manifest(folder)
-    best = trainer.state.best_model_checkpoint
-    rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
@@ -247,11 +228,10 @@ def _stream_identity(args: CommonConfig) -> dict[str, Any]:
     return {"world_size": args.data_parallel_size, **{name: getattr(args, name) for name in names}}
 
 
+# Sizes and digests of the files. It is written after all others, and read before them.
 MANIFEST = "packing_manifest.json"
 # Files up to this size, in bytes, are compared by their contents too. The digest of a larger file takes seconds.
 _DIGESTED = 2**30
-# Bytes that are read at a time.
-_CHUNK = 2**22
 # A resumed run does not read it, and a user may edit it.
 _LEFT_OUT = ".md"
 _PARTIAL = ".partial"
@@ -259,10 +239,12 @@ _PARTIAL = ".partial"
 
 def write_manifest(folder: Path) -> None:
     """Write the size and digest of every file of a checkpoint, once all ranks have written their files."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    found = {
-        str(path.relative_to(folder)): _described(path) for path in files if path.suffix not in (_LEFT_OUT, _PARTIAL)
-    }
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST and path.suffix not in (_LEFT_OUT, _PARTIAL):
+            size = path.stat().st_size
+            digest = {"sha256": _digest(path)} if size <= _DIGESTED else {}
+            found[str(path.relative_to(folder))] = {"bytes": size, **digest}
     write_json(folder / MANIFEST, {"files": found})
 
 
@@ -294,14 +276,6 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _described(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    return {"bytes": size, "sha256": _digest(path)} if size <= _DIGESTED else {"bytes": size}
-
-
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return sha_fileobj(file).hex()

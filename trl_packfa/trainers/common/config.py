@@ -38,10 +38,7 @@ else:
 
 @dataclass
 class CommonConfig(_Base):
-    """TRL's `ModelConfig` with LoRA on, and our fields that mean the same in every trainer.
-
-    It comes before TRL's own config in the base classes of a trainer's config.
-    """
+    """TRL's `ModelConfig` with LoRA on, and our fields. It comes before TRL's config in a config's base classes."""
 
     # `PackedSFTConfig` makes these fields: it can switch packing off, share rows, and expand turns.
     packing = True
@@ -126,8 +123,8 @@ class CommonConfig(_Base):
     @property
     def patch_options(self) -> dict[str, Any]:
         """Keyword arguments for [`patch`]."""
-        names = ("fused_lora", "fused_kernels", "share_prefixes")
-        return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
+        kernels = {"fused_lora": self.fused_lora, "fused_kernels": self.fused_kernels}
+        return {"backend": self.attention_backend, "share_prefixes": self.share_prefixes, **kernels}
 
     @property
     def card_settings(self) -> dict[str, Any]:

@@ -91,11 +91,7 @@ def attention_heads(text: Any) -> tuple[int, int]:
 
 
 def quadratic_weight(model: Any) -> float:
-    """Return the cost of attention between two tokens of a model, relative to the other cost of one token.
-
-    Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
-    document on average, scores and values).
-    """
+    """Return the cost of attention between two tokens of a model, relative to the other cost of one token."""
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -103,7 +99,8 @@ def quadratic_weight(model: Any) -> float:
         parameters = inner.num_parameters()  # which counts 4-bit weights right, although two share a byte
     else:
         parameters = sum(map(whole_size, inner.parameters()))
-    # Both terms have a factor of 2, which cancels.
+    # Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
+    # document on average, scores and values). The factor of 2 cancels.
     return text.num_hidden_layers * heads * head_dim / max(parameters, 1)
 
 

@@ -42,9 +42,9 @@ def load_dataset_dict(
     Raises:
         [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
     """
-    path, source, options = Path(name), name, {"name": config}
-    if path.is_file():
-        suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    source, options = name, {"name": config}
+    if Path(name).is_file():
+        suffix = Path(name.removesuffix(".gz")).suffix
         if suffix not in _BUILDERS:
             raise InvalidDataset(
                 f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, with or without .gz."
@@ -65,15 +65,12 @@ def load_dataset_dict(
 def missing_path(name: str) -> list[str]:
     """Say that no file or folder has this name, and name a similar one; return `[]` if it may be on the Hub."""
     path = Path(name).expanduser()
-    if path.exists():
-        return []
     is_file = path.suffix in (*_BUILDERS, ".gz")
-    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = get_close_matches(path.name, there, n=1)
+    near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.glob("*")), n=1)
     meant = f"; did you mean {path.parent / near[0]}?" if near else ""
     # The Hub's names are NAME and OWNER/NAME.
     only_a_path = is_file or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if not only_a_path and not near:
+    if path.exists() or not (only_a_path or near):
         return []
     return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
 
@@ -124,14 +121,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 def merge_adapter(
     adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Merge an adapter into its base model and save model and tokenizer into a folder, new or empty.
+    """Merge an adapter into its base model and save model and tokenizer into a folder, new or empty; return both.
 
     The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
     merged model differs from the trained one by that rounding, and is nearer to the original base.
 
     `base` is its name or path, if it has moved since the adapter was saved. `dtype` is that of the merged weights;
-    `"auto"` is the dtype that the base was saved in. Returns the merged `PreTrainedModel`, and its tokenizer if the
-    adapter or the base has one.
+    `"auto"` is the dtype that the base was saved in.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

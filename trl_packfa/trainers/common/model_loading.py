@@ -1,4 +1,4 @@
-"""Loading of a trainer's model: model type, `from_pretrained` arguments, quantization, adapter; and its datasets."""
+"""Loading of a trainer's model: model type, `from_pretrained` arguments, quantization and adapter."""
 
 from __future__ import annotations
 
@@ -52,25 +52,21 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
 
 def model_type(name: str, args: CommonConfig) -> str:
     """Read the `config.model_type` of a model by name, without its weights."""
-    revision = _given_init_kwargs(args).get("revision", args.model_revision)
+    revision, trusts = init_kwargs(args)["revision"], args.trust_remote_code
     with telling_of_model(name):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusts)
     return config.model_type
 
 
 def init_kwargs(args: CommonConfig) -> dict[str, Any]:
     """Return `from_pretrained` arguments as TRL's script makes them from a `ModelConfig`; `model_init_kwargs` wins."""
     kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
-    return {**kwargs, **_given_init_kwargs(args)}
-
-
-def _given_init_kwargs(args: CommonConfig) -> dict[str, Any]:
-    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    return {**kwargs, **(args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {})}
 
 
 def quantization_of(kind: str, args: CommonConfig) -> BitsAndBytesConfig | None:
     """Return the quantization that the arguments ask for; `None` if `model_init_kwargs` has its own."""
-    if "quantization_config" in _given_init_kwargs(args):
+    if "quantization_config" in init_kwargs(args):
         return None
     config = get_quantization_config(args)
     if args.packing and args.load_in_8bit and config is not None:
@@ -184,17 +180,11 @@ def load_as_asked(
         if adapter is not None:
             if task is not None:
                 adapter.task_type = task
-            _tell_adapter(asked, args, adapter)
+            if not isinstance(asked, type(args)):  # the user passed no config of ours
+                logger.warning(
+                    "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) "
+                    "trains all parameters.",
+                    "no config" if asked is None else f"a plain {type(asked).__name__}",
+                    type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
+                )  # fmt: skip
     return {"quantization_config": quantization, "peft_config": adapter}
-
-
-def _tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, adapter: Any) -> None:
-    """Log that a run trains an adapter by default, and how to turn it off, unless the user passed a config of ours."""
-    if isinstance(asked, type(settled)):
-        return
-    given = "no config" if asked is None else f"a plain {type(asked).__name__}"
-    logger.warning(
-        "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) trains all "
-        "parameters.",
-        given, type(settled).__name__.replace("Config", "Trainer"), adapter.r, type(settled).__name__,
-    )  # fmt: skip

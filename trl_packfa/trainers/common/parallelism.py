@@ -1,8 +1,4 @@
-"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together.
-
-Weights may be sharded over ranks. A packed row is whole on one rank, or shared by a group of ranks
-(`sequence_parallel`). A rank that fails or differs must not leave the others waiting.
-"""
+"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together."""
 
 from __future__ import annotations
 
@@ -137,7 +133,7 @@ _TRANSFORMERS = "5.23.0"
 class RowGroups(ParallelismConfig):
     """accelerate's parallelism config for a mesh of data-parallel groups, and the ranks of each, which are neighbours.
 
-    accelerate's loaders deal batches to the groups. DDP and FSDP2 run over all ranks.
+    Loaders deal batches to the groups. DDP and FSDP2 run over all ranks.
     """
 
     def __init__(self, groups: int, size: int) -> None:
@@ -264,12 +260,12 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
         error, mine = caught, (RuntimeError, f"{type(caught).__name__}: {caught}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
     told: list[tuple[type[Exception], str] | None] = gather_object([mine])
-    kinds = [one[0] for one in told if one is not None]
-    if not kinds:
+    failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+    if not failed:
         return result
-    ranks = f"of {accelerator.num_processes}"
-    messages = [f"rank {rank} {ranks}: {one[1]}" for rank, one in enumerate(told) if one is not None]
-    raise kinds[0]("\n".join(messages[:_SHOWN])) from error
+    messages = [f"rank {rank} of {accelerator.num_processes}: {text}" for rank, _, text in failed[:_SHOWN]]
+    _, kind, _ = failed[0]
+    raise kind("\n".join(messages)) from error
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:

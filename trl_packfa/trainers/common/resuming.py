@@ -60,8 +60,8 @@ def identity(
 def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
     """Require that a checkpoint's run had this run's data; warn if it had another version of this package."""
     why = [
-        f"{_NAMES[name]} then: {before[name]}; now: {now[name]}"
-        for name in _NAMES
+        f"{what} then: {before[name]}; now: {now[name]}"
+        for name, what in _NAMES.items()
         if name in before and name in now and before[name] != now[name]
     ]
     if why:
@@ -85,10 +85,10 @@ def adapter_of(model: Any) -> dict[str, Any]:
     if not isinstance(configs, dict) or not configs:
         return {}
     active = getattr(model, "active_adapter", None)  # a name, or a function on models of other tuners
-    config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))]
+    config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))].to_dict()
     # Initialization has no effect after the start.
-    counted = [n for n in config.to_dict() if not n.startswith("init") and not n.endswith("_config")]
-    fields = {name: _plain(config.to_dict()[name]) for name in counted if name not in _NO_PART}
+    counted = [name for name in config if not name.startswith("init") and not name.endswith("_config")]
+    fields = {name: _plain(config[name]) for name in counted if name not in _NO_PART}
     # The modules that PEFT has found, because "all-linear" and a list of names may mean the same modules.
     tuner = getattr(model, "base_model", model)
     fields["modules"] = _plain(set(getattr(tuner, "targeted_module_names", None) or ()))

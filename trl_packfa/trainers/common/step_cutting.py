@@ -1,10 +1,8 @@
 """`packing_strategy="step"`: re-cut the padded run's examples of an optimizer step into fewer, fuller micro-batches.
 
-The data loader yields the padded run's examples in its order, but uncollated. Then the examples of one step are re-cut
-and collated. The Trainer gets one slot per padded micro-batch, so its bookkeeping (steps, epochs, schedule, resuming)
-is the padded run's. The last slot of a step holds all its micro-batches; the other slots are idle.
-
-A loss or noise that depends on a whole padded micro-batch needs [`Origins`]: where each example comes from.
+The loader yields the padded run's examples uncollated; those of one step are re-cut and then collated. The Trainer
+gets one slot per padded micro-batch, so its bookkeeping (steps, epochs, schedule, resuming) is the padded run's. The
+last slot of a step holds all its micro-batches; the other slots are idle.
 
 Shape letters: T tokens (B * L), G padded micro-batches.
 """
@@ -89,7 +87,6 @@ class Cutter:
 class StepCutter(Cutter):
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
-    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
     The examples of all ranks are gathered. `cut` is how it may cut, and `why` the reason of a restriction; see
     [`how_to_cut`].
 
@@ -104,11 +101,15 @@ class StepCutter(Cutter):
         if cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
             logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
-        lengths, which = _longest(train_dataset, args)
+        streamed = isinstance(train_dataset, IterableDataset)
+        size = args.per_device_train_batch_size
+        lengths = np.full(size, longest_of_stream(args)) if streamed else read_lengths(train_dataset)
         longest = int(lengths.max())
+        which = f"document {int(lengths.argmax())}, which has {longest} tokens"
+        which = f"a document of a stream, which may have {longest} tokens" if streamed else which
         if args.max_tokens_per_microbatch is not None:
             require_budget(args, lengths, *(longest_document(train_dataset) or (longest, which)), cut=cut)
-        self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
+        self.budget = args.max_tokens_per_microbatch or size * longest
         self.quadratic = quadratic_weight(trainer.model)
 
     @property
@@ -131,13 +132,15 @@ class StepCutter(Cutter):
         # If other ranks have one micro-batch more, this rank runs an untrained one, to take part in their collectives.
         shortest = examples[int(lengths.argmin())]
         idle = {**shortest, "labels": [-100] * len(shortest["input_ids"])}
-        micro_batches = [
-            collate([examples[i] for i in part]) if part else _untrue(collate([idle])) for part in dealt[rank]
-        ]
         sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
-        origins = origins_of_steps(dealt, sizes, groups, rank=rank)
-        for micro_batch, origin in zip(micro_batches, origins, strict=True):
-            micro_batch[ORIGINS] = origin
+        micro_batches = []
+        for part, origins in zip(dealt[rank], origins_of_steps(dealt, sizes, groups, rank=rank), strict=True):
+            micro_batch = collate([examples[i] for i in part] or [idle])
+            micro_batch[ORIGINS] = origins
+            layout: PackedLayout | None = micro_batch.get("packed_layout")
+            if layout is not None and not part:  # all its tokens count as padding
+                micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
+            micro_batches.append(micro_batch)
         return Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
 
 
@@ -146,7 +149,7 @@ def of_all_ranks(
 ) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
     """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
 
-    With them every rank makes the same plan. Groups of `shared_by` ranks have the same examples; the first rank sends.
+    Groups of `shared_by` ranks have the same examples; the first rank sends.
     """
     rank, world_size = accelerator.process_index // shared_by, accelerator.num_processes // shared_by
     sends = accelerator.process_index % shared_by == 0
@@ -215,14 +218,11 @@ def how_to_cut(
     own_loss: bool = False,
     world_size: int = 1,
 ) -> tuple[str, str]:
-    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's.
+    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's, and say why.
 
     `balances_experts`: the routers' auxiliary loss is trained, which depends on a whole padded micro-batch.
     `counts_tokens`: losses are divided by the tokens of the step, not by those of each micro-batch. `own_loss`: the
-    user's `compute_loss_func` computes the loss.
-
-    Returns:
-        The choice, and the reason if it is not `FREE`.
+    user's `compute_loss_func` computes the loss. The reason of `FREE` is `""`.
     """
     if not counts_tokens:
         return KEPT, "the model's forward takes no num_items_in_batch: its loss is a mean over each micro-batch"
@@ -269,24 +269,6 @@ def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which:
             do=f"Raise it to {largest} or more, or lower per_device_train_batch_size and raise "
             "gradient_accumulation_steps. For experts, router_aux_loss_coef=0.0 switches the auxiliary loss off.",
         )
-
-
-def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
-    """Mark all tokens of a micro-batch as padding."""
-    layout: PackedLayout | None = micro_batch.get("packed_layout")
-    if layout is not None:
-        micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
-    return micro_batch
-
-
-def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
-    """Return the tokens of each document, for a stream the largest allowed, and a description of the longest."""
-    if not isinstance(train_dataset, IterableDataset):
-        lengths = read_lengths(train_dataset)
-        return lengths, f"document {int(lengths.argmax())}, which has {int(lengths.max())} tokens"
-    longest = longest_of_stream(args)
-    which = f"a document of a stream, which may have {longest} tokens"
-    return np.full(args.per_device_train_batch_size, longest), which
 
 
 def longest_of_stream(args: CommonConfig) -> int:
@@ -345,11 +327,10 @@ def origins_of_steps(
     each example and the number of its padded micro-batch.
     """
     _, numbers = np.unique(groups, return_inverse=True)
-    tokens, longest = np.bincount(numbers, weights=lengths).astype(np.int64), np.zeros(numbers.max() + 1, np.int64)
-    np.maximum.at(longest, numbers, lengths)
+    of_group = [lengths[numbers == number] for number in range(numbers.max() + 1)]
     # Example: 8 padded micro-batches run in 2 rounds on 2 ranks. TRL averages over rounds and ranks, so it divides by
     # 4 instead of 8. Then the share is 4 / 8.
-    share = len(dealt[0]) * len(dealt) / len(tokens)
+    share = len(dealt[0]) * len(dealt) / len(of_group)
     found = []
     for index, part in enumerate(dealt[rank]):
         # Number the padded micro-batches that any rank runs now from 0. If they are 5 and 9, examples of 9, 5, 9 get
@@ -359,8 +340,8 @@ def origins_of_steps(
             Origins(
                 sizes=tuple(lengths[part].tolist()),
                 groups=tuple(np.searchsorted(here, numbers[part]).tolist()),
-                tokens=tuple(tokens[here].tolist()),
-                longest=tuple(longest[here].tolist()),
+                tokens=tuple(int(of_group[number].sum()) for number in here),
+                longest=tuple(int(of_group[number].max()) for number in here),
                 share=share,
                 shared=len(dealt) > 1,
             )

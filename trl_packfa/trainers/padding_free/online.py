@@ -94,11 +94,10 @@ def _reward(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InvalidConfig(
             f"reward_funcs: cannot import '{name}'.",
             why=[str(error)],
             do="Name a function of a module that is installed, or of a file in the current folder.",
         ) from error
-    return found

@@ -1,8 +1,7 @@
 """Cutting of pairs: to `max_length`, with every dropped token counted, and of a step's pairs into micro-batches.
 
-A step's pairs are re-cut into fewer, fuller micro-batches of about equal cost on every rank. A pair is never split.
-Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over pairs, and the step's
-loss is a mean over padded micro-batches and ranks. With images each rank re-cuts its own pairs.
+A pair is never split. Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over
+pairs, and the step's loss is a mean over padded micro-batches and ranks.
 
 Shape letters: P pairs (or single examples, for a trainer of those), R rows of each.
 """
@@ -41,24 +40,35 @@ class Part(NamedTuple):
 class PairSlot(Slot):
     """A stand-in for the last padded micro-batch of a step, with the whole re-cut step.
 
-    `parts` are its micro-batches, `padded` the pairs of each padded micro-batch of this rank. `examples` are the
-    step's pairs, of all ranks; with images those of this rank, processed. `lengths` are the tokens of their rows, `(P,
-    R)`, `widths` the length of a pair's rows in the padded run, `(P,)`.
+    `examples` are the step's pairs, of all ranks; with images those of this rank, processed. `cut` are the pairs of
+    each of this rank's micro-batches, `groups` the number of each pair's padded micro-batch, `own` the numbers of this
+    rank's. `lengths` are the tokens of the pairs' rows, `(P, R)`, `longest` the length of a pair's rows if it is
+    padded alone, `(P,)`. `padded` are the pairs of this rank's padded micro-batches, `widths` the length of each
+    pair's rows there, `(P,)`.
     """
 
     def __init__(
         self,
-        micro_batches: Sequence[dict[str, Any]],
-        imbalance: float,
-        *,
-        parts: list[Part],
-        padded: list[list[int]],
         examples: Sequence[Any],
+        cut: Sequence[Sequence[int]],
+        groups: np.ndarray,
+        *,
+        own: Sequence[int],
         lengths: np.ndarray,
-        widths: np.ndarray,
+        longest: np.ndarray,
+        collate: Callable[[list[Any]], dict[str, Any]],
+        imbalance: float,
     ) -> None:
-        super().__init__(micro_batches, imbalance)
-        self.parts, self.padded, self.examples, self.lengths, self.widths = parts, padded, examples, lengths, widths
+        # If other ranks have one micro-batch more, this rank runs its shortest pair untrained, to take part in their
+        # collectives.
+        idle = Part((int(lengths.sum(axis=1).argmin()),), 0.0)
+        # All pairs of a micro-batch come from padded micro-batches of the same size.
+        sizes = np.bincount(groups)[groups]
+        self.parts = [Part(tuple(pairs), len(pairs) / int(sizes[pairs[0]])) if pairs else idle for pairs in cut]
+        super().__init__([collate([examples[i] for i in part.pairs]) for part in self.parts], imbalance)
+        self.examples, self.lengths = examples, lengths
+        self.padded = [np.flatnonzero(groups == group).tolist() for group in own]
+        self.widths = np.array([longest[groups == group].max() for group in groups])
 
 
 class PairCutter(Cutter):
@@ -75,8 +85,7 @@ class PairCutter(Cutter):
         lengths = row_lengths(trainer.train_dataset, rows)
         self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
-        if self.asked is not None:
-            _require_budget(self.asked, self.tokens)
+        _require_budget(self.asked, self.tokens)
         self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
@@ -91,26 +100,16 @@ class PairCutter(Cutter):
             dtype=np.int64,
         )
         dealt = self._deal(lengths, groups)
-        # If other ranks have one micro-batch more, this rank runs its shortest pair untrained, to take part in their
-        # collectives.
-        idle = (int(lengths.sum(axis=1).argmin()),)
-        # All pairs of a micro-batch come from padded micro-batches of the same size.
-        sizes = np.bincount(groups)[groups]
-        parts = [
-            Part(tuple(part), len(part) / int(sizes[part[0]])) if part else Part(idle, 0.0) for part in dealt[rank]
-        ]
-        own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
         return PairSlot(
-            [collate([examples[i] for i in part.pairs]) for part in parts],
-            imbalance(dealt, lengths.sum(axis=1), self.quadratic),
-            parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
-        )  # fmt: skip
-
-    def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""
-        longest = np.zeros(groups.max() + 1, dtype=np.int64)
-        np.maximum.at(longest, groups, lengths.max(axis=1))
-        return -(-longest[groups] // self.multiple) * self.multiple
+            examples,
+            dealt[rank],
+            groups,
+            own=[i * world_size + rank for i in range(len(batches))],
+            lengths=lengths,
+            longest=-(-lengths.max(axis=1) // self.multiple) * self.multiple,
+            collate=collate,
+            imbalance=imbalance(dealt, lengths.sum(axis=1), self.quadratic),
+        )
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
         """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
@@ -146,9 +145,9 @@ def _footprint(lengths: np.ndarray) -> float:
     return float(lengths.sum() + _PAD * (lengths.max() * lengths.size - lengths.sum()))
 
 
-def _require_budget(budget: int, tokens: np.ndarray) -> None:
+def _require_budget(budget: int | None, tokens: np.ndarray) -> None:
     longest = int(tokens.argmax())
-    if tokens[longest] > budget:
+    if budget is not None and tokens[longest] > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than example {longest}, whose rows have "
             f"{tokens[longest]} tokens.",
@@ -163,20 +162,15 @@ class ImagePairCutter(OwnCutter):
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> PairSlot:
         """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
         cut = self.cut_own(batches, by_size=True)
-        in_padded, merge = np.bincount(cut.padded), self.collator(collate)
-        # A rank with fewer pairs than the others have micro-batches runs one untrained.
-        parts = [Part((cut.shortest,), 0.0)] * (cut.count - len(cut.parts))
-        # All pairs of a micro-batch come from padded micro-batches of the same size.
-        parts += [Part(tuple(part), len(part) / int(in_padded[cut.padded[part[0]]])) for part in cut.parts]
-        widths = np.array([example.width for example in cut.examples])
         return PairSlot(
-            [merge([cut.examples[i] for i in part.pairs]) for part in parts],
-            cut.imbalance,
-            parts=parts,
-            padded=[np.flatnonzero(cut.padded == group).tolist() for group in range(len(batches))],
-            examples=cut.examples,
+            cut.examples,
+            [[]] * (cut.count - len(cut.parts)) + cut.parts,
+            cut.padded,
+            own=range(len(batches)),
             lengths=np.stack([example.lengths for example in cut.examples]),
-            widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
+            longest=np.array([example.width for example in cut.examples]),
+            collate=self.collator(collate),
+            imbalance=cut.imbalance,
         )
 
 
@@ -187,12 +181,7 @@ Rows = tuple[tuple[str, ...], ...]
 
 def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
     """Count the tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
-    lengths = _column_lengths(dataset, rows)
-    return np.stack([np.sum([lengths[column] for column in row], axis=0) for row in rows], axis=1)
-
-
-def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
-    return {column: read_lengths(dataset, column) for column in dict.fromkeys(c for row in rows for c in row)}
+    return np.stack([sum(read_lengths(dataset, column) for column in row) for row in rows], axis=1)
 
 
 @dataclass(frozen=True)
@@ -219,10 +208,8 @@ def plan_pairs(
     Raises:
         [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.
     """
-    columns = _column_lengths(dataset, rows)
-    answer = np.stack([columns[row[-1]] for row in rows], axis=1)
-    prompt = np.stack([columns[row[0]] if len(row) > 1 else np.zeros_like(answer[:, 0]) for row in rows], axis=1)
-    lengths = prompt + answer
+    lengths = row_lengths(dataset, rows)
+    prompt = lengths - row_lengths(dataset, tuple(row[-1:] for row in rows))
     limit = int(lengths.max(initial=1)) if max_length is None else max_length
     too_long = lengths > limit
     if policy == "error" and too_long.any():
@@ -260,13 +247,16 @@ def plan_pairs(
     return kept, report
 
 
-def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
-    """Cut the answers, those in `also` too, so that a row has at most `max_length` tokens, as TRL's collators do."""
-    answers = [*(row[-1] for row in rows), *also]
-    prompt = next((row[0] for row in rows if len(row) > 1), None)
+# TRL's column of mismatched answers, for a KTO loss that estimates a KL.
+MISMATCHED = "KL_completion_ids"
+
+
+def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, name: str) -> Dataset:
+    """Cut the answers so that a row has at most `max_length` tokens, as TRL's collators do."""
+    answers = [*(row[-1] for row in rows), *{MISMATCHED}.intersection(dataset.column_names)]
 
     def cut(example: dict[str, Any]) -> dict[str, Any]:
-        room = max_length - (len(example[prompt]) if prompt is not None else 0)
+        room = max_length - sum(len(example[column]) for column in rows[0][:-1])
         return {answer: example[answer][:room] for answer in answers}
 
     return dataset.map(cut, desc=f"Cutting {name} dataset to max_length")

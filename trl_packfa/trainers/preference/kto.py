@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
 
 from .trainer import PackedPreference, PreferenceConfig
 
-_OTHER_ANSWER = "KL_completion_ids"
 # The keys of a batch that are the text's, or TRL's own.
 _NOT_OF_IMAGES = {"input_ids", "attention_mask", "completion_mask", "label", "ref_logps"}
 
@@ -66,14 +63,3 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
             return model
         images = {name: value for name, value in inputs.items() if name not in _NOT_OF_IMAGES}
         return lambda **call: model(**{**images, **call})
-
-    def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return the kept examples. If the loss estimates a KL, let TRL mismatch their answers anew among them."""
-        rest = super()._select(dataset, kept, prepare)
-        if not self.calculate_KL:
-            return rest
-        return prepare(rest.remove_columns([column for column in rest.column_names if column.endswith("_ids")]))
-
-    def _answers_beside(self) -> tuple[str, ...]:
-        """Return the column of mismatched answers, if the loss estimates a KL."""
-        return (_OTHER_ANSWER,) if self.calculate_KL else ()

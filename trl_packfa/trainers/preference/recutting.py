@@ -1,17 +1,18 @@
 """`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics.
 
-TRL averages some metrics over the tokens of a micro-batch and then over micro-batches. For a re-cut step these
-averages would differ. So TRL's own loss runs once more on the padded micro-batches, with the recorded outputs of the
-model ([`Recorder`], [`Replay`]), and logs the padded run's metrics.
+TRL averages some metrics over the tokens of a micro-batch and then over micro-batches, which would differ for a re-cut
+step. So TRL's own loss runs once more, on the padded micro-batches and the recorded outputs of the model.
 
 Shape letters: B rows of a batch, L row length, n tokens of a row.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -34,28 +35,8 @@ _REFERENCES_IN_BATCH = {"precompute_ref_logps": True}
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
 
-class _Alone:
-    """A wrapper of an `Accelerator` that gathers from this rank only. All else is the wrapped accelerator's."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor as it is, like a run with one rank."""
-        return tensor
-
-    gather_for_metrics = gather
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-
 class RecutSteps(PackedRun):
-    """A packed run that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
-
-    Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
-    for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
-    """
+    """A packed run that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs."""
 
     # Set by each trainer: the rows of a pair, and the batch keys of the reference's log-probabilities for each row.
     _rows: ClassVar[Rows]
@@ -63,6 +44,8 @@ class RecutSteps(PackedRun):
 
     # TRL's trainers assign these without a declaration.
     accelerator: Any
+    compute_ref_log_probs: Callable[..., Any]
+    ref_model: Any
     neftune_noise_alpha: float | None
     precompute_ref_logps: bool = False
 
@@ -73,24 +56,18 @@ class RecutSteps(PackedRun):
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
-        if not isinstance(inputs, Slot):
-            return super().training_step(model, inputs, num_items_in_batch)
-        self._computed = {}
-        parts = iter(inputs.parts if isinstance(inputs, PairSlot) else ())
+        trl_step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if not isinstance(inputs, PairSlot):
+            return run_slot(self, inputs, model, trl_step) if isinstance(inputs, Slot) else trl_step(inputs)
+        self._computed, parts = {}, iter(inputs.parts)
 
         def run(micro_batch: dict[str, Any]) -> torch.Tensor:
-            assert isinstance(inputs, PairSlot), "idle slots have no micro-batches"
-            self._running = inputs, next(parts)
-            try:
-                return trl_step(model, micro_batch, num_items_in_batch)
-            finally:
-                self._running = None
+            with set_inside(self, _running=(inputs, next(parts))):
+                return trl_step(micro_batch)
 
-        trl_step = super().training_step
         loss = run_slot(self, inputs, model, run)
-        if isinstance(inputs, PairSlot):
-            self.packing_reports |= self._cutter.reports
-            self._log_as_padded(inputs, loss)
+        self.packing_reports |= self._cutter.reports
+        self._log_as_padded(inputs, loss)
         return loss
 
     def compute_loss(
@@ -106,12 +83,14 @@ class RecutSteps(PackedRun):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
+        alone = copy.copy(self.accelerator)  # ranks have different numbers of pairs here, so it gathers nothing
+        alone.gather = alone.gather_for_metrics = lambda tensor, *_, **__: tensor
         uncounted = {
-            "accelerator": _Alone(self.accelerator),  # ranks have different numbers of pairs here
+            "accelerator": alone,
             "_metrics": {mode: defaultdict(list) for mode in self._metrics},
             "_total_train_tokens": self._total_train_tokens,
         }
-        # Discard what TRL's loss counts: it is counted later, on padded micro-batches.
+        # What TRL's loss counts is discarded: it is counted later, on padded micro-batches.
         with set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
             loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
@@ -120,16 +99,14 @@ class RecutSteps(PackedRun):
 
     def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the reference's log-probabilities as TRL's precomputed ones: `(n,)` for each row of n pairs."""
-        trl: Any = self
         if not self._reference_keys or self.precompute_ref_logps:
             return {}
-        found = trl.compute_ref_log_probs(self._reference_model(inputs), inputs)
+        found = self.compute_ref_log_probs(self._reference_model(inputs), inputs)
         return dict(zip(self._reference_keys, found, strict=False))
 
     def _reference_model(self, inputs: dict[str, Any]) -> Any:
         """Return the model that computes the reference's log-probabilities of a batch, as a callable."""
-        trl: Any = self
-        return trl.ref_model or trl.model
+        return self.ref_model or self.model
 
     def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
         """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
@@ -144,7 +121,13 @@ class RecutSteps(PackedRun):
     def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
         """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
-        computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
+        computed, as_padded = self._computed, torch.zeros_like(loss)
+        if self.accelerator.num_processes > 1 and self._cutter.gathers:
+            mine = {
+                pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
+                for pair, rows in computed.items()
+            }
+            computed = {pair: rows for of_rank in gather_object([mine]) for pair, rows in of_rank.items()}
         collate = self._cutter.collator(self.data_collator)
         self._computed = {}
         for pairs in slot.padded:
@@ -153,24 +136,14 @@ class RecutSteps(PackedRun):
                 del batch[name]  # no model runs
             batch = self._prepare_inputs(batch)
             rows = [computed[pair][row] for row in range(len(self._rows)) for pair in pairs]
-            references = torch.stack([row.pop(_REFERENCE) for row in rows]) if self._reference_keys else None
-            if references is not None:
-                chunks = references.to(loss.device).chunk(len(self._reference_keys))
-                batch |= dict(zip(self._reference_keys, chunks, strict=True))
+            if keys := self._reference_keys:
+                references = torch.stack([row.pop(_REFERENCE) for row in rows]).to(loss.device)
+                batch |= dict(zip(keys, references.chunk(len(keys)), strict=True))
             with torch.no_grad(), self.compute_loss_context_manager(), set_inside(self, **_REFERENCES_IN_BATCH):
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)
-
-    def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
-        if self.accelerator.num_processes == 1 or not self._cutter.gathers:
-            return self._computed
-        mine = {
-            pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
-            for pair, rows in self._computed.items()
-        }
-        return {pair: rows for of_rank in gather_object([mine]) for pair, rows in of_rank.items()}
 
     def _require_same_loss(self, loss: torch.Tensor, as_padded: torch.Tensor) -> None:
         both: Any = self.accelerator.reduce(torch.stack([loss.detach(), as_padded]).float(), "mean")

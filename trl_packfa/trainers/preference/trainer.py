@@ -1,8 +1,4 @@
-"""Common base of `PackedDPOTrainer`, `PackedRewardTrainer` and `PackedKTOTrainer`.
-
-It patches the trainer's models to run without padding, as [`padding_free`] does. It cuts the data and counts every
-dropped token. Under `packing_strategy="step"` it re-cuts steps ([`RecutSteps`]) if the loss allows it.
-"""
+"""Common base of `PackedDPOTrainer`, `PackedRewardTrainer` and `PackedKTOTrainer`, and of their configs."""
 
 from __future__ import annotations
 
@@ -37,21 +33,22 @@ from ..common.validation import (
     runs_by_document,
 )
 from ..padding_free.padding_free import attached_run, run_without_pads
-from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
+from .cutting import MISMATCHED, ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
 class PackedPreference(RecutSteps):
-    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes."""
+    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
 
-    # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
-    _config: ClassVar[type[PreferenceConfig]]
-    _task: ClassVar[str] = "CAUSAL_LM"
-    _label: ClassVar[str] = "labels"
-    # The columns of each dataset format that TRL's trainer accepts.
-    _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
-    # Whether TRL's trainer has a collator of images.
-    _takes_images: ClassVar[bool] = False
+    It patches the trainer's models as [`padding_free`] does, and cuts the data. Under `packing_strategy="step"` it
+    re-cuts steps if the loss allows it.
+    """
+
+    _config: ClassVar[Any]  # a `PreferenceConfig`
+    _task: ClassVar[str] = "CAUSAL_LM"  # of the adapter
+    _label: ClassVar[str] = "labels"  # column of the dataset
+    _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)  # of each format that TRL accepts
+    _takes_images: ClassVar[bool] = False  # whether TRL's trainer has a collator of images
 
     _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
@@ -61,35 +58,28 @@ class PackedPreference(RecutSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         refuse_untrainable(given["model"], given.get("peft_config"))
-        settled, refusal = self._settle(given)
-        self._pack_or_pad(
-            given["model"],
-            refusal,
-            is_asked=self._asks_to_pack(given.get("args")),
-            pack=lambda: self._construct(dict(given), settled),
-            pad=lambda model: self._construct_padded({**given, "model": model}),
-        )
-
-    def _asks_to_pack(self, asked: Any) -> bool:
-        """Tell whether the user asked for a run without padding, by the config's class or `padding_free=True`."""
-        return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
-
-    def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
-        """Return the config to train with; or `None` and the error because of which a plain config trains padded."""
         model, asked = given["model"], given.get("args")
-        config: Any = self._config
+        is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
         for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
             if isinstance(dataset, Dataset) and len(dataset):  # padded training needs these columns too
                 require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
+        settled = refusal = None
         try:
-            settled = config(output_dir(model, self._name())) if asked is None else config.from_args(asked)
+            settled = self._default_config(model) if asked is None else self._config.from_args(asked)
             refuse_before_loading(type(self).__name__, given, settled, takes_images=self._takes_images)
-        except PackingError as refusal:
-            if self._asks_to_pack(asked):
+        except PackingError as error:
+            if is_asked:
                 raise
-            return None, refusal
-        require_run(given, settled)
-        return settled, None
+            refusal = error  # with a plain config, training is padded
+        else:
+            require_run(given, settled)
+        self._pack_or_pad(
+            model,
+            refusal,
+            is_asked=is_asked,
+            pack=lambda: self._construct(dict(given), settled),
+            pad=lambda model: self._construct_padded({**given, "model": model}),
+        )
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
@@ -109,14 +99,14 @@ class PackedPreference(RecutSteps):
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
-        config: Any = self._config
         self._packs, self.packing_reports = False, {}
         if given.get("args") is None:
-            given["args"] = config(output_dir(given["model"], self._name()), use_peft=False)
+            given["args"] = self._default_config(given["model"], use_peft=False)
         super().__init__(**given)
 
-    def _name(self) -> str:
-        return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
+    def _default_config(self, model: Any, **options: Any) -> Any:
+        method = type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
+        return self._config(output_dir(model, method), **options)
 
     def _run_without_pads(self) -> None:
         """Patch every model of the trainer to run without padding."""
@@ -166,19 +156,13 @@ class PackedPreference(RecutSteps):
         self.packing_reports[dataset_name] = report
         tell_counts(report, dataset_name)
         if len(kept) < len(tokenized):
-            tokenized = self._select(tokenized, kept, lambda rest: by_trl(rest, processing_class, uncut, dataset_name))
+            tokenized = tokenized.select(kept)
+            if MISMATCHED in tokenized.column_names:  # TRL mismatches the answers anew, among those that are kept
+                made = [column for column in tokenized.column_names if column.endswith("_ids")]
+                tokenized = by_trl(tokenized.remove_columns(made), processing_class, uncut, dataset_name)
         if report.truncated:
-            options = {"max_length": args.max_length, "also": self._answers_beside(), "name": dataset_name}
-            tokenized = cut_answers(tokenized, self._rows, **options)
+            tokenized = cut_answers(tokenized, self._rows, max_length=args.max_length, name=dataset_name)
         return tokenized
-
-    def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return the kept pairs. `prepare` is TRL's preparation, for trainers whose rows depend on each other."""
-        return dataset.select(kept)
-
-    def _answers_beside(self) -> tuple[str, ...]:
-        """Return the dataset's columns with further answers to a row's prompt."""
-        return ()
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Patch the models, then precompute as TRL does. TRL calls this before construction has ended."""
@@ -236,12 +220,9 @@ class PreferenceConfig(CommonConfig):
     )
 
     def __post_init__(self) -> None:
-        refuse_liger(self, type(self).__name__)
-        super().__post_init__()
-        self._settle_packing()
-
-    def _settle_packing(self) -> None:
         args: Any = self
+        refuse_liger(args, type(self).__name__)
+        super().__post_init__()
         choices = {f.name: f.metadata.get("choices") for f in fields(self)}
         for name in ("packing_strategy", "overflow"):
             if getattr(self, name) not in choices[name]:
@@ -259,10 +240,9 @@ class PreferenceConfig(CommonConfig):
                 do="Drop it, or cut the data yourself.",
             )
         if getattr(args, "padding_free", False):
-            trl = installed_version("trl")
             logger.warning(
                 "trl-packfa: padding_free=True trains without padding here; TRL %s's own trainer would warn and pad.",
-                trl,
+                installed_version("trl"),
             )
             args.padding_free = False  # otherwise TRL's trainer would warn that it ignores the field
         require_recutting(self)
@@ -273,6 +253,6 @@ class PreferenceConfig(CommonConfig):
         return _STRATEGIES[self.packing_strategy]
 
     @classmethod
-    def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:
+    def from_args(cls, args: TrainingArguments) -> Any:
         """Convert TRL's or transformers' arguments to a config of this class; return one of this class unchanged."""
-        return args if isinstance(args, cls) else cls(**{**cls.fields_of(args), **changes})
+        return args if isinstance(args, cls) else cls(**cls.fields_of(args))

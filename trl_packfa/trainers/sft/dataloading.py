@@ -24,7 +24,7 @@ from ...layout import PackedLayout
 from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
-from ..common.batching import Batching, RankAwareSampler
+from ..common.batching import Batching
 from ..common.checkpoint_files import read_stream_state, write_stream_state
 from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
 from ..common.flops import quadratic_weight
@@ -145,7 +145,7 @@ class PackedData:
     def row_sampler(self, dataset: Any) -> Any:
         """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
         rank = self.args.data_parallel_rank
-        self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
+        self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank)
         return self.sampler
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
