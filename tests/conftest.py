@@ -45,10 +45,8 @@ torch.backends.cudnn.allow_tf32 = False
 
 
 class OneLaunchOneWorker(LoadScopeScheduling):
-    """Schedule each test on any free worker, but the tests of one launch on the same worker.
-
-    `xdist_group` does nothing on pytest 9.2.
-    """
+    """Schedule each test on any free worker, but the tests of one launch on the same worker. `xdist_group` does
+    nothing on pytest 9.2."""
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::")[0]
@@ -66,11 +64,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the objects of the imports, so that garbage collection skips them, and collect less often.
-
-    accelerate collects after every training run and would visit all of them each time. Collections took 7 % of the
-    suite's time.
-    """
+    """Freeze the objects of the imports, so that garbage collection skips them, and collect less often. accelerate
+    collects after every training run and would visit all of them each time. Collections took 7 % of the suite's
+    time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -79,9 +75,7 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def alone():
     """Run each test as the first one of its process: seeded, no compiled graph, and environment variables restored.
-
-    accelerate sets variables. Without CUDA, PEFT's BOFT leaves `CXX=gcc`, and no later graph can be linked with it.
-    """
+    accelerate sets variables. Without CUDA, PEFT's BOFT leaves `CXX=gcc`, and no later graph can be linked with it."""
     torch.set_num_threads(1)  # the suite runs one process per core; accelerate sets it anew where it finds ranks
     torch.manual_seed(0)
     compile_anew()

@@ -1,42 +1,20 @@
 """Kernels, models and training runs on a GPU: every backend that runs there. Skipped where there is none, with the
-backend's reason; the same lines run on a CPU, with the backends that it has.
+backend's reason; the same lines run on a CPU, with the backends that it has. On a GPU: `pytest -n 12
+tests/test_gpu.py`, some minutes (flex and inductor compile)."""
 
-On a GPU: `pytest -n 12 tests/test_gpu.py`, some minutes (flex and inductor compile).
-"""
-
+import battery
 import pytest
 import tiny
+import tolerance
 import torch
-from battery import (
-    KERNEL_CASES,
-    SHORT,
-    KernelCase,
-    batch_on,
-    graphs_after_each_batch,
-    logits_and_gradients,
-    no_waits,
-    padded_documents,
-    patched_model,
-    require_device,
-    was_fused,
-)
+from battery import KernelCase, batch_on, logits_and_gradients, patched_model, require_device
 from oracle import attention, attention_of_documents
 from selection import exhaustive
-from tolerance import (
-    BFLOAT16_LOSSES,
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
-    TRAJECTORY,
-    assert_low_precision,
-    assert_recomputed,
-    assert_trajectory,
-    differs,
-)
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, assert_recomputed, differs
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from training import arguments, dataset, losses, packed_trainer
-from transformers import TrainerCallback
+from training import AfterEachStep, arguments, dataset, losses, packed_trainer, trained
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl import SFTConfig, SFTTrainer
 from trl.kernels import ChunkedLogProbFunction
@@ -55,13 +33,9 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 
 def places(*on_gpu, cpu=("sdpa",), on_cpu_marks=()):
-    """Devices and the backends that are tried on them."""
-    on_cpu = [pytest.param("cpu", backend, marks=on_cpu_marks, id=f"cpu-{backend}") for backend in cpu]
-    marks = pytest.mark.gpu
-    return pytest.mark.parametrize(
-        ("device", "backend"),
-        [*on_cpu, *(pytest.param("cuda", backend, marks=marks, id=f"cuda-{backend}") for backend in on_gpu)],
-    )
+    tried = [("cpu", name, on_cpu_marks) for name in cpu] + [("cuda", name, pytest.mark.gpu) for name in on_gpu]
+    cases = [pytest.param(device, name, marks=marks, id=f"{device}-{name}") for device, name, marks in tried]
+    return pytest.mark.parametrize(("device", "backend"), cases)
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +57,14 @@ def deterministic(monkeypatch):
 
 def case_on(device, backend, name, dtype):
     require_device(device, backend, dtype)
-    if device == "cpu" and sum(KERNEL_CASES[name][0]) > 2000:
+    if device == "cpu" and sum(battery.KERNEL_CASES[name][0]) > 2000:
         pytest.skip("quadratic in float64: on a GPU only")
     case = KernelCase(name, device, dtype)
     return case, case.backend(backend), case.tensors()
 
 
 @DTYPES
-@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize("name", battery.KERNEL_CASES)
 @places(*ON_GPU, on_cpu_marks=pytest.mark.slow)
 def test_kernels_against_float64(device, backend, name, dtype):
     case, attend, tensors = case_on(device, backend, name, dtype)
@@ -108,7 +82,7 @@ def test_kernels_against_float64(device, backend, name, dtype):
     assert_low_precision(ours_without_gradients, eager[0], exact[0], factor=FORWARD_FACTOR)
 
 
-@pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if len(case[0]) > 1])
+@pytest.mark.parametrize("name", [name for name, case in battery.KERNEL_CASES.items() if len(case[0]) > 1])
 @places(*ON_GPU)
 def test_a_document_replaced_moves_no_other_by_a_bit(device, backend, name, deterministic):
     case, attend, tensors = case_on(device, backend, name, BF16)
@@ -121,13 +95,13 @@ def test_a_document_replaced_moves_no_other_by_a_bit(device, backend, name, dete
 
 def test_the_formula_of_documents_is_the_loop_over_queries():
     case = KernelCase("sinks, window", "cpu", FP32)
-    case.lengths, tokens = SHORT, sum(SHORT)
+    case.lengths, tokens = battery.SHORT, sum(battery.SHORT)
     *qkv, sinks = (x[:tokens] if x.dim() > 1 else x for x in case.tensors())
     for options in ({}, {"sliding_window": 8}, {"softcap": 3.0, "sinks": sinks}):
-        expected = attention(*qkv, SHORT, scaling=0.3, **options)
-        torch.testing.assert_close(attention_of_documents(*qkv, SHORT, scaling=0.3, **options), expected)
+        expected = attention(*qkv, battery.SHORT, scaling=0.3, **options)
+        torch.testing.assert_close(attention_of_documents(*qkv, battery.SHORT, scaling=0.3, **options), expected)
     leaking = attention_of_documents(*qkv, (tokens,), scaling=0.3)
-    assert differs(leaking, attention(*qkv, SHORT, scaling=0.3)), "the control"
+    assert differs(leaking, attention(*qkv, battery.SHORT, scaling=0.3)), "the control"
 
 
 @DTYPES
@@ -146,7 +120,7 @@ def test_fused_lora_is_exact(device, backend, nf4, autocast):
     """In bfloat16, and with float32 weights under autocast, TRL's default; over plain and over 4-bit weights."""
     dtype = FP32 if autocast else BF16
     model = patched_model("llama", device, dtype, backend, lora=True, nf4=nf4, autocast=autocast, layers=2)
-    assert was_fused(model)
+    assert battery.was_fused(model)
     with torch.autocast(device, BF16, enabled=autocast):
         report = check(model)
     assert report.is_exact, str(report)
@@ -156,11 +130,15 @@ def test_fused_lora_is_exact(device, backend, nf4, autocast):
 @places("auto", cpu=("auto",))
 def test_fused_lora_is_peft_s(device, backend, nf4):
     """Logits and the gradient of every adapter, float32."""
-    found = []
+    models = []
     for fused in (True, False):
-        model = patched_model("llama", device, FP32, backend, lora=True, nf4=nf4, fused=fused, layers=2)
-        assert was_fused(model) == fused
-        found.append(logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))))
+        models.append(patched_model("llama", device, FP32, backend, lora=True, nf4=nf4, fused=fused, layers=2))
+        assert battery.was_fused(models[-1]) == fused
+    assert_same(device, models)
+
+
+def assert_same(device, models):
+    found = [logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))) for model in models]
     for fused, own in zip(*found, strict=True):
         assert_recomputed(fused, own.double())
 
@@ -170,15 +148,12 @@ def test_fused_lora_is_peft_s(device, backend, nf4):
 @places("auto", cpu=("auto",))
 def test_fused_norms_rotation_and_swiglu_are_the_models_own(device, backend, architecture, lora):
     """Logits and every gradient, float32; Liger's on a GPU."""
-    found = []
-    for kernels in (True, False):
-        model = patched_model(architecture, device, FP32, backend, lora=lora, kernels=kernels, layers=2)
-        if device == "cuda" and kernels:
-            pytest.importorskip("liger_kernel")
-            assert "x RMSNorm: liger-kernel" in describe(model) and "x rotation: liger-kernel" in describe(model)
-        found.append(logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))))
-    for fused, own in zip(*found, strict=True):
-        assert_recomputed(fused, own.double())
+    models = [patched_model(architecture, device, FP32, backend, lora=lora, kernels=kernels, layers=2)
+              for kernels in (True, False)]  # fmt: skip
+    if device == "cuda":
+        pytest.importorskip("liger_kernel")
+        assert "x RMSNorm: liger-kernel" in describe(models[0]) and "x rotation: liger-kernel" in describe(models[0])
+    assert_same(device, models)
 
 
 @DTYPES
@@ -210,7 +185,7 @@ def test_no_forward_waits_for_the_device(device, backend, lora):
     model = patched_model("llama", device, BF16, backend, lora=lora)
     model(**batch_on(device, (21, 30, 1))).logits.sum().backward()
     batch = batch_on(device, (3, 40, 9))
-    with no_waits(device):
+    with battery.no_waits(device):
         model(**batch).logits.sum().backward()
 
 
@@ -220,7 +195,7 @@ def test_a_backbone_is_compiled_once(device, backend, lora):
     """No batch after the second compiles anything. flex's own graphs are counted with the backbone's: other sizes are
     one more of each at most."""
     model = patched_model("llama", device, BF16, backend, lora=lora, layers=2)
-    seen = graphs_after_each_batch(model, device)
+    seen = battery.graphs_after_each_batch(model, device)
     assert seen[1] == seen[-1] or (backend == "flex" and seen[-2] == seen[-1]), seen
     assert backend == "flex" or seen[-1] == 2, "backbone and head"
     report = check(torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager"))
@@ -228,20 +203,10 @@ def test_a_backbone_is_compiled_once(device, backend, lora):
 
 
 STEPS = 10
-
-
-class Each(TrainerCallback):
-    """Does something at the end of each step."""
-
-    def __init__(self, act):
-        self.act = act
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.act()
+ALLOWED = {FP32: tolerance.TRAJECTORY, BF16: tolerance.BFLOAT16_LOSSES}
 
 
 def built(cls, config, device, dtype, out, **options):
-    """A trainer that makes ten steps."""
     args = arguments(config, out, max_steps=STEPS, use_cpu=device == "cpu", bf16=dtype is BF16, max_length=96,
                      learning_rate=1e-4, **options)  # fmt: skip
     if cls is None:
@@ -250,10 +215,7 @@ def built(cls, config, device, dtype, out, **options):
 
 
 def train(*given, **options):
-    """Losses of ten steps."""
-    trainer = built(*given, **options)
-    trainer.train()
-    return losses(trainer)
+    return losses(trained(built(*given, **options)))
 
 
 @DTYPES
@@ -264,7 +226,7 @@ def test_ten_steps_have_trl_s_losses(device, backend, dtype, tmp_path):
     options = {"packing_strategy": "step", "attention_backend": backend, "use_peft": False}
     ours = train(None, type(arguments()), device, dtype, tmp_path / "ours", **options)
     padded = train(SFTTrainer, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
-    assert_trajectory(ours, padded, allowed=TRAJECTORY if dtype is FP32 else BFLOAT16_LOSSES)
+    tolerance.assert_trajectory(ours, padded, allowed=ALLOWED[dtype])
     assert len(set(ours)) > STEPS // 2, "it trains"
 
 
@@ -274,13 +236,12 @@ def test_ten_steps_of_bfd_have_trl_s_losses(device, backend, dtype, tmp_path):
     """Its batches are no padded run's: TRL's own trainer is handed each micro-batch's documents, padded."""
     require_device(device, "varlen" if backend == "auto" else backend, dtype)
     options = {"packing_strategy": "bfd", "attention_backend": backend, "use_peft": False}
-    trainer = built(
-        None, type(arguments()), device, dtype, tmp_path / "ours", per_device_train_batch_size=1, **options
-    )
+    options["per_device_train_batch_size"] = 1
+    trainer = built(None, type(arguments()), device, dtype, tmp_path / "ours", **options)
     batches, step = [], trainer.training_step
 
     def remember(model, inputs, *args):
-        batches.append(padded_documents(inputs))
+        batches.append(battery.padded_documents(inputs))
         return step(model, inputs, *args)
 
     trainer.training_step = remember
@@ -292,7 +253,7 @@ def test_ten_steps_of_bfd_have_trl_s_losses(device, backend, dtype, tmp_path):
 
     padded = train(Padded, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
     assert max(len(batch["labels"]) for batch in batches) > 1, "rows of several documents"
-    assert_trajectory(losses(trainer), padded, allowed=TRAJECTORY if dtype is FP32 else BFLOAT16_LOSSES)
+    tolerance.assert_trajectory(losses(trainer), padded, allowed=ALLOWED[dtype])
 
 
 @places("flash", "varlen", "flex", cpu=("sdpa",))
@@ -303,11 +264,12 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(device, backend, tmp_p
     given = (None, type(arguments()), device, BF16)
     compiles = {"torch_compile": True, "torch_compile_backend": "inductor" if device == "cuda" else "eager"}
     seen, trainer = [], built(*given, tmp_path / "compiled", **options, **compiles)
-    trainer.add_callback(Each(lambda: seen.append(compiled_graphs())))
+    trainer.add_callback(AfterEachStep(lambda: seen.append(compiled_graphs())))
     trainer.train()
     assert seen[1] == seen[-1] or (backend == "flex" and seen[-3] == seen[-1]), seen
     assert seen[0] > 0, "it is compiled"
-    assert_trajectory(losses(trainer), train(*given, tmp_path / "not", **options), allowed=BFLOAT16_LOSSES)
+    expected = train(*given, tmp_path / "not", **options)
+    tolerance.assert_trajectory(losses(trainer), expected, allowed=ALLOWED[BF16])
 
 
 @DTYPES

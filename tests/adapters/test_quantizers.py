@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 from bitsandbytes.nn import Linear8bitLt
+from calls import watched
 from peft import LoraConfig, get_peft_model
 from tolerance import assert_float32, differs
 from training import arguments, packed_trainer
@@ -36,7 +37,6 @@ def saved(tmp_path):
 
 
 def loaded(saved, quantization):
-    pytest.importorskip("bitsandbytes")
     base = AutoModelForCausalLM.from_pretrained(saved, quantization_config=quantization, dtype=torch.float32)
     torch.manual_seed(0)
     return get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
@@ -60,17 +60,16 @@ def test_int8_with_a_threshold_is_refused_by_name(saved):
     model = loaded(saved, INT8)
     with pytest.raises(UnsupportedModel, match=r"bitsandbytes(.|\n)*outlier(.|\n)*llm_int8_threshold=0\.0"):
         patch(model)
-    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
-        packed_trainer(model=model, peft_config=None)
-    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
-        packed_trainer(model=saved, quantization_config=INT8)
-    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
-        packed_trainer(arguments(model_init_kwargs={"quantization_config": INT8}), model=saved)
+    by_config = arguments(model_init_kwargs={"quantization_config": INT8})
+    by_argument = {"model": saved, "quantization_config": INT8}
+    for args, given in ((None, {"model": model, "peft_config": None}), (None, by_argument),
+                        (by_config, {"model": saved})):  # fmt: skip
+        with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
+            packed_trainer(args, **given)
     patch(loaded(saved, INT8_WITHOUT_OUTLIERS))
 
 
 def test_load_in_8bit_leaves_the_threshold_out_and_says_so(saved, caplog):
-    pytest.importorskip("bitsandbytes")
     trainer = packed_trainer(arguments(load_in_8bit=True), model=saved, peft_config=None)
     assert trainer.model.config.quantization_config.llm_int8_threshold == 0.0
     assert "llm_int8_threshold=0.0, not bitsandbytes' 6.0" in caplog.text
@@ -112,30 +111,26 @@ def compressed(**activations):
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-@pytest.mark.parametrize(
-    ("config", "verdict"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "exact"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "exact"),
-        ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "refused"),
-        (torchao("Int8WeightOnlyConfig"), "exact"),
-        (torchao("Int8DynamicActivationInt8WeightConfig"), "exact"),
-        (torchao("Int8DynamicActivationInt8WeightConfig", granularity=(PerTensor(), PerRow())), "refused"),
-        (torchao("Float8DynamicActivationFloat8WeightConfig"), "refused"),
-        (torchao("Float8DynamicActivationFloat8WeightConfig", granularity=PerRow()), "exact"),
-        (torchao("SomethingNewConfig"), "unknown"),
-        (compressed(), "exact"),
-        (compressed(dynamic=True, strategy="token"), "exact"),
-        (compressed(dynamic=True, strategy="tensor"), "refused"),
-        (compressed(dynamic=False, strategy="tensor"), "exact"),
-        (compressed(dynamic="local", strategy="tensor_group"), "unknown"),
-        ({"quant_method": "brand_new"}, "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("config", "verdict"), [
+    ({"quant_method": "gptq", "bits": 4}, "exact"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "exact"),
+    ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "refused"),
+    (torchao("Int8WeightOnlyConfig"), "exact"),
+    (torchao("Int8DynamicActivationInt8WeightConfig"), "exact"),
+    (torchao("Int8DynamicActivationInt8WeightConfig", granularity=(PerTensor(), PerRow())), "refused"),
+    (torchao("Float8DynamicActivationFloat8WeightConfig"), "refused"),
+    (torchao("Float8DynamicActivationFloat8WeightConfig", granularity=PerRow()), "exact"),
+    (torchao("SomethingNewConfig"), "unknown"),
+    (compressed(), "exact"),
+    (compressed(dynamic=True, strategy="token"), "exact"),
+    (compressed(dynamic=True, strategy="tensor"), "refused"),
+    (compressed(dynamic=False, strategy="tensor"), "exact"),
+    (compressed(dynamic="local", strategy="tensor_group"), "unknown"),
+    ({"quant_method": "brand_new"}, "unknown"),
+])  # fmt: skip
 def test_what_depends_on_the_config(config, verdict):
-    assert quantizer_of(config)[1].verdict == verdict
-    as_object = SimpleNamespace(**config)
-    assert quantizer_of(as_object)[1].verdict == verdict
+    for given in (config, SimpleNamespace(**config)):
+        assert quantizer_of(given)[1].verdict == verdict
     if verdict == "refused":
         with pytest.raises(UnsupportedModel, match="packing=False"):
             refuse_quantization(config)
@@ -144,13 +139,9 @@ def test_what_depends_on_the_config(config, verdict):
 
 
 def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
-    model = tiny.model(layers=1)
-    checked = []
-    real = api.check
-    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or real(model))
-    patch(model)
+    checked, other = watched(monkeypatch, api, "check"), tiny.model(layers=1)
+    patch(tiny.model(layers=1))
     assert not checked
-    other = tiny.model(layers=1)
     other.config.quantization_config = {"quant_method": "brand_new"}
     patch(other)
-    assert checked == [other]
+    assert checked == [(other,)]

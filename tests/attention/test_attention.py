@@ -3,6 +3,7 @@
 import oracle
 import pytest
 import torch
+from operations import OperationCounter
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout
@@ -35,12 +36,10 @@ def inputs(num_tokens, *, dtype=torch.float32, head_dim=16, seed=0):
     return [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]
 
 
-def backend_for(name, dtype, case):
-    request = AttentionRequest(
-        DEVICE, dtype, 16, 4, 2, case.get("sliding_window"), case.get("softcap"), bool(case.get("sinks"))
-    )
-    reasons = get_backend(name).refusals(request)
-    if reasons:
+def backend_for(name, dtype, case, **call):
+    """Return the backend; skip with its reasons if it cannot run."""
+    request = AttentionRequest(DEVICE, dtype, 16, 4, 2, **{**case, "sinks": "sinks" in case}, **call)
+    if reasons := get_backend(name).refusals(request):
         pytest.skip(f"{name}: {'; '.join(reasons)}")
     return get_backend(name)
 
@@ -70,13 +69,11 @@ def run_ways(ways, num_tokens, case, dtype=torch.float32):
 
 
 def assert_right(attend, by_oracle, num_tokens, case):
-    """Forward and backward, tier 3."""
     for actual, expected in run_ways((attend, by_oracle), num_tokens, case):
         assert_float32(actual, expected)
 
 
 def assert_as_precise(attend, eager, by_oracle, num_tokens, case, dtype):
-    """Forward and backward, tier 4."""
     factors = (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4)
     triples = run_ways((attend, eager, by_oracle), num_tokens, case, dtype)
     for triple, factor in zip(triples, factors, strict=False):
@@ -135,7 +132,7 @@ def test_negative_control_without_boundaries_is_seen():
     lengths = LAYOUTS["mixed"][0]
     tensors = inputs(sum(lengths))
     whole = PackedLayout.from_lengths([sum(lengths)], device=DEVICE)
-    leaking = get_backend("reference")(*tensors[:3], AttentionArguments(scaling=0.3).on(whole.attention))
+    leaking = packed(get_backend("reference"), whole)(*tensors[:3], {"scaling": 0.3})
     assert differs(leaking, oracle.attention(*tensors[:3], lengths, scaling=0.3))
 
 
@@ -161,28 +158,14 @@ def test_dropout_drops_and_scales():
 
 
 def test_memory_of_a_packed_row_grows_with_its_tokens_not_with_their_square():
-    """Counted, not timed: the largest tensor that a forward and backward saves or makes stays linear."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-            return out
-
+    """Counted, not timed: the largest tensor that a forward and backward makes stays linear."""
     largest = {}
     for copies in (4, 32):
         layout = PackedLayout.from_lengths([50, 120, 7, 200] * copies)
         query, key, value, _ = inputs(layout.num_tokens)
         for case in ({}, {"sliding_window": 16}, {"softcap": 4.0}):
-            with Largest() as seen:
-                get_backend("sdpa")(
-                    query, key, value, AttentionArguments(scaling=0.3, **case).on(layout.attention)
-                ).sum().backward()
-            largest.setdefault(str(case), []).append(seen.elements / layout.num_tokens)
+            with OperationCounter() as counter:
+                packed(get_backend("sdpa"), layout)(query, key, value, {"scaling": 0.3, **case}).sum().backward()
+            largest.setdefault(str(case), []).append(counter.largest / layout.num_tokens)
     for case, (small, large) in largest.items():
         assert large <= 1.2 * small, case

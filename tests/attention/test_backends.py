@@ -6,19 +6,8 @@ import pytest
 import torch
 from pretended import on_any_device
 
-from trl_packfa import PackedLayout
-from trl_packfa.attention import (
-    BACKENDS,
-    AttentionArguments,
-    AttentionRequest,
-    BackendChoice,
-    flash,
-    get_backend,
-    refusals,
-    resolve,
-    varlen,
-)
-from trl_packfa.attention.flash import require_indexable
+from trl_packfa import PackedLayout, attention
+from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, flash, get_backend, varlen
 from trl_packfa.errors import NoBackend
 from trl_packfa.runtime.length_groups import group_by_length
 
@@ -36,15 +25,12 @@ def test_groups_cover_every_document_once_and_waste_little():
 
 def test_refusals_name_every_reason():
     request = AttentionRequest(torch.device("cpu"), torch.float32, 12, 4, 2, dropout=0.1, sinks=True, softcap=3.0)
-    reasons = refusals(request)
+    reasons = attention.refusals(request)
     assert reasons["varlen"] == [
-        "needs a CUDA or ROCm device, the model is on cpu",
-        "needs float16 or bfloat16, got float32",
-        "needs a head_dim that is a multiple of 8 up to 256, got 12",
-        "varlen_attn has no softcap",
-        "varlen_attn has no attention sinks",
-        "varlen_attn has no dropout, the model asks for 0.1",
-    ]
+        "needs a CUDA or ROCm device, the model is on cpu", "needs float16 or bfloat16, got float32",
+        "needs a head_dim that is a multiple of 8 up to 256, got 12", "varlen_attn has no softcap",
+        "varlen_attn has no attention sinks", "varlen_attn has no dropout, the model asks for 0.1",
+    ]  # fmt: skip
     assert reasons["sdpa"] == reasons["reference"] == []
     assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flex"]
     assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
@@ -81,30 +67,30 @@ def test_limits_of_shape_and_dtype_are_refused_past_them_only(name, monkeypatch)
     assert widths == [w for w in range(1, most + 1) if w % step == 0 and w >= capabilities.min_head_dim]
 
 
+IN_FLOAT32 = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+
+
 def test_auto_takes_the_first_without_refusals_and_never_reference():
-    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
-    assert resolve(request).name == "sdpa"
+    assert attention.resolve(IN_FLOAT32).name == "sdpa"
 
 
 def test_a_named_backend_runs_or_raises_with_request_and_reasons():
-    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
-    assert resolve(request, "reference").name == "reference"
-    with pytest.raises(
-        NoBackend, match=r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
-    ):
-        resolve(request, "varlen")
+    assert attention.resolve(IN_FLOAT32, "reference").name == "reference"
+    said = r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
+    with pytest.raises(NoBackend, match=said):
+        attention.resolve(IN_FLOAT32, "varlen")
 
 
 def test_an_unknown_backend_is_refused_with_the_names():
     with pytest.raises(NoBackend, match=r"no attention backend 'fa2'(.|\n)*'flash', 'varlen', 'flex', 'sdpa'"):
-        BackendChoice("fa2")
+        attention.BackendChoice("fa2")
 
 
 def test_flash_index_overflow_is_refused_before_the_kernel_runs():
     layout = PackedLayout.from_lengths([1] * 70_000)
     query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)
     with pytest.raises(NoBackend, match=r"70000 tokens in 70000 documents(.|\n)*less than 2\^31"):
-        require_indexable(query, layout, "flash")
+        flash.require_indexable(query, layout, "flash")
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
@@ -129,24 +115,20 @@ def test_kernel_arguments(backend, monkeypatch):
     layout = PackedLayout.from_lengths([3, 5])
     query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
     for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
-        get_backend(backend)(
-            query, key, value, AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention)
-        )
+        call = AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention)
+        get_backend(backend)(query, key, value, call)
         assert calls["window_size"] == expected
         assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
         assert calls["cu_seqlens_k"] is layout.cu_seqlens
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')", "undefined symbol"),
-        ("import no_such_package", "No module named 'no_such_package'"),
-        ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
-        (None, None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("source", "said"), [
+    ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')", "undefined symbol"),
+    ("import no_such_package", "No module named 'no_such_package'"),
+    ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
+    (None, None),
+    ("", None),
+])  # fmt: skip
 def test_a_flash_attn_that_does_not_import_is_not_called_missing(source, said, tmp_path, monkeypatch):
     """Built for another torch, as after an upgrade."""
     if source is not None:

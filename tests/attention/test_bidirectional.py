@@ -5,23 +5,17 @@ import pytest
 import torch
 from dense import dense_mask
 from pretended import pretend
-from test_attention import CASES, DEVICE, NAMES, assert_as_precise, assert_right, inputs
+from test_attention import CASES, DEVICE, LAYOUTS, NAMES, assert_as_precise, assert_right, backend_for, inputs
 from test_block_mask import blocks_of, listed
 from tolerance import differs
 from torch.nn.attention.flex_attention import create_mask
 
-from trl_packfa.attention import AttentionArguments, AttentionRequest, BackendChoice, get_backend
+from trl_packfa.attention import AttentionArguments, BackendChoice, get_backend
 from trl_packfa.attention import block_mask as block_masks
 from trl_packfa.errors import InvalidLayout, PackingError
 from trl_packfa.layout import AttentionLayout, PackedLayout
 from trl_packfa.layout.blocks import Blocks, plan_blocks
 
-LENGTHS = {
-    "mixed": (5, 70, 1, 30, 28),
-    "one document": (40,),
-    "single tokens": (1,) * 9,
-    "longer than a chunk": (300, 7),
-}
 # Blocks inside documents of 5, 70, 1, 30 and 28 tokens: at a beginning, in the middle, two that touch, at the end.
 DOCUMENTS = (5, 70, 1, 30, 28)
 BLOCKS = ((5, 12), (30, 44), (80, 84), (84, 90), (130, 134))
@@ -62,18 +56,15 @@ def by_blocks(name, joined=False):
 
 
 def skip_if_refused(name, dtype, case):
-    case = {key: value for key, value in case.items() if key != "sinks"} | {"sinks": bool(case.get("sinks"))}
     for causal in (True, False):
-        request = AttentionRequest(DEVICE, dtype, 16, 4, 2, causal=causal, **case)
-        if reasons := get_backend(name).refusals(request):
-            pytest.skip(f"{name}: {'; '.join(reasons)}")
+        backend_for(name, dtype, case, causal=causal)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_against_the_oracle(name, case):
     skip_if_refused(name, torch.float32, case)
-    for lengths in LENGTHS.values():
+    for lengths in (lengths for lengths, rows in LAYOUTS.values() if rows == 1):
         expected = masked(both_ways(lengths, case.get("sliding_window")))
         assert_right(whole(name, lengths), expected, sum(lengths), case)
 
@@ -161,9 +152,8 @@ def test_blocks_that_cannot_be_computed_are_refused():
     tensors = inputs(sum(DOCUMENTS))[:3]
     with pytest.raises(PackingError, match="images of a row see each other, but the layer has a sliding window of 90"):
         BackendChoice("sdpa").attend(*tensors, blocks_layout(True), AttentionArguments(scaling=0.3, sliding_window=90))
-    with pytest.raises(
-        PackingError, match="14 tokens of an image see each other, but the layer's sliding window has 8"
-    ):
+    said = "14 tokens of an image see each other, but the layer's sliding window has 8"
+    with pytest.raises(PackingError, match=said):
         BackendChoice("sdpa").attend(*tensors, blocks_layout(), AttentionArguments(scaling=0.3, sliding_window=8))
     bias = AttentionArguments(scaling=0.3, bias=lambda q, k: torch.zeros(q.shape[0], 1, q.shape[1], k.shape[1]))
     with pytest.raises(PackingError, match="adds a term to its scores"):

@@ -28,7 +28,6 @@ def blocks_of(mask, side):
 
 
 def as_matrix(numbers, indices, shape):
-    """Listed blocks as a mask of this shape."""
     listed = torch.zeros(shape, dtype=torch.bool)
     for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
         assert len(set(index[:count].tolist())) == count, "a block is listed twice"
@@ -61,7 +60,6 @@ def test_blocks_are_those_of_the_pairs(lengths, window):
 
 
 def largest(make):
-    """Bytes of the largest tensor that is made."""
     with OperationCounter() as counter:
         make()
     assert counter.syncs == 0

@@ -96,9 +96,8 @@ def test_half_precision_is_moved_as_it_is(monkeypatch, dtype):
 
 
 def test_heads_that_ranks_cannot_divide_are_refused(monkeypatch):
-    with pytest.raises(
-        PackingError, match=r"sequence_parallel=4 does not divide the model's 6 attention heads(.|\n)*\["
-    ):
+    said = r"sequence_parallel=4 does not divide the model's 6 attention heads(.|\n)*\["
+    with pytest.raises(PackingError, match=said):
         assert_shared(monkeypatch, 4, 6, 2, AttentionArguments(scaling=1.0))
 
 

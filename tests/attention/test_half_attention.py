@@ -67,11 +67,12 @@ def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast,
     monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_TOKENS", 0)
     _grouped.cache_clear()
     in_float32, attend = set(), F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda q, *rest, **options: (in_float32.add((q.shape[2], q.dtype)), attend(q, *rest, **options))[1],
-    )
+
+    def through_torch(q, *rest, **options):
+        in_float32.add((q.shape[2], q.dtype))
+        return attend(q, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", through_torch)
     lengths = (MIDDLE + 1, MIDDLE, SHORT + 1, SHORT)
     layout = PackedLayout.from_lengths(lengths)
     given = torch.randn(3, layout.num_tokens, 2, 64, dtype=FP32 if autocast else BF16).requires_grad_()
@@ -116,17 +117,13 @@ def test_it_saves_neither_float32_nor_repeated_heads():
     assert sorted(x.dtype == BF16 for x in saved) == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value_dim", "options"),
-    [
-        (FP32, 16, {}),
-        (BF16, 8, {}),
-        (BF16, 16, {"dropout": 0.1}),
-        (BF16, 16, {"softcap": 4.0}),
-        (BF16, 16, {"sliding_window": 11}),
-    ],
-    ids=["float32", "another width of values", "dropout", "softcap", "window"],
-)
+@pytest.mark.parametrize(("dtype", "value_dim", "options"), [
+    (FP32, 16, {}),
+    (BF16, 8, {}),
+    (BF16, 16, {"dropout": 0.1}),
+    (BF16, 16, {"softcap": 4.0}),
+    (BF16, 16, {"sliding_window": 11}),
+], ids=["float32", "another width of values", "dropout", "softcap", "window"])  # fmt: skip
 def test_what_the_kernel_lacks_runs_without_it(dtype, value_dim, options, computed, monkeypatch):
     """The same call without what it lacks is taken by it."""
     monkeypatch.setattr(half_on_cpu, "has_half_products", lambda dtype, device: True)

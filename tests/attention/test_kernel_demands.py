@@ -10,16 +10,8 @@ import torch
 from pretended import on_any_device, pretend
 from tolerance import assert_low_precision
 
-from trl_packfa import PackedLayout
-from trl_packfa.attention import (
-    AttentionArguments,
-    AttentionRequest,
-    BackendChoice,
-    flash,
-    get_backend,
-    resolve,
-    varlen,
-)
+from trl_packfa import PackedLayout, attention
+from trl_packfa.attention import AttentionArguments, AttentionRequest, flash, get_backend, resolve, varlen
 from trl_packfa.attention import flex as flex_module
 from trl_packfa.attention import sdpa as sdpa_module
 from trl_packfa.errors import NoBackend
@@ -58,9 +50,8 @@ def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
 
     def compiler(graph, example_inputs):
         kinds = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-        handed.append(
-            any(isinstance(x, (float, torch.SymFloat)) or getattr(x, "dtype", 0) == torch.float64 for x in kinds)
-        )
+        floats = [isinstance(x, (float, torch.SymFloat)) or getattr(x, "dtype", 0) == torch.float64 for x in kinds]
+        handed.append(any(floats))
         return graph.forward
 
     compile_ = torch.compile
@@ -72,12 +63,9 @@ def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
         layout = PackedLayout.from_lengths((140, 20))
         q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
         for cap in (30.0, 50.0):  # another model of the same process
-            options = {
-                "score_mod": flex_module._capped(cap),
-                "block_mask": flex_module._block_mask(layout.attention, None),
-            }
+            score, mask = flex_module._capped(cap), flex_module._block_mask(layout.attention, None)
             with torch.no_grad():
-                flex_module._compiled()(q, k, v, enable_gqa=True, scale=0.25, **options)
+                flex_module._compiled()(q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, scale=0.25)
     flex_module._compiled.cache_clear()
     assert handed[:2] == [False, False] and any(handed[2:]), "the second half is the control"
 
@@ -89,10 +77,9 @@ def test_flash_attention_takes_values_of_another_width(backend, dims, monkeypatc
     pretend(monkeypatch, backend)
     layout, tokens = PackedLayout.from_lengths(LENGTHS), sum(LENGTHS)
     query, key, value = random((tokens, 4, dims[0]), (tokens, 4, dims[0]), (tokens, 4, dims[1]))
-    upstream = torch.randn(tokens, 4, dims[1])
-    results = []
+    upstream, results = torch.randn(tokens, 4, dims[1]), []
     for attend in (
-        lambda q, k, v: BackendChoice(backend).attend(q, k, v, layout, AttentionArguments(scaling=0.3)),
+        lambda q, k, v: attention.BackendChoice(backend).attend(q, k, v, layout, AttentionArguments(scaling=0.3)),
         lambda q, k, v: get_backend("reference")(q, k, v, AttentionArguments(scaling=0.3).on(layout.attention)),
         lambda q, k, v: oracle.attention(q, k, v, LENGTHS, scaling=0.3),
     ):
@@ -156,10 +143,8 @@ def test_a_varlen_attn_without_scale_is_given_scaled_queries(scaling, monkeypatc
 def test_torch_s_own_operator_takes_our_call(dims, heads, window, monkeypatch):
     """On the meta device, which knows signatures and shapes, forward and backward."""
     monkeypatch.setattr(varlen, "cast_to_autocast_dtype", lambda *tensors: tensors)  # meta has no autocast
-    layout, shapes = (
-        PackedLayout.from_lengths(LENGTHS).to("meta"),
-        [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])],
-    )
+    layout = PackedLayout.from_lengths(LENGTHS).to("meta")
+    shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
     tensors = [torch.randn(sum(LENGTHS), *s, dtype=BF16, device="meta", requires_grad=True) for s in shapes]
     out = get_backend("varlen")(*tensors, AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention))
     assert out.shape == (sum(LENGTHS), heads[0], dims[1]) and out.dtype is BF16
@@ -187,7 +172,7 @@ def test_a_kernel_that_is_no_operator_is_one_inside_of_graphs(is_traceable, monk
         names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    choice, layout = BackendChoice("flash"), PackedLayout.from_lengths(LENGTHS)
+    choice, layout = attention.BackendChoice("flash"), PackedLayout.from_lengths(LENGTHS)
 
     @torch.compile(backend=compiler, fullgraph=True)
     def attend(q, k, v, layout):
@@ -264,15 +249,15 @@ def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
 def test_a_deterministic_run_asks_flash_attn_for_it(monkeypatch):
     given = given_to_flash(monkeypatch, "deterministic")
     layout, tensors = PackedLayout.from_lengths([3, 5]), random((8, 4, 16), (8, 2, 16), (8, 2, 16))
-    arguments = AttentionArguments(scaling=0.3)
-    get_backend("flash")(*tensors, arguments.on(layout.attention))
+    call = AttentionArguments(scaling=0.3).on(layout.attention)
+    get_backend("flash")(*tensors, call)
     assert "deterministic" not in given
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    get_backend("flash")(*tensors, arguments.on(layout.attention))
+    get_backend("flash")(*tensors, call)
     assert given.pop("deterministic") is True
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    get_backend("flash")(*tensors, arguments.on(layout.attention))
+    get_backend("flash")(*tensors, call)
     assert given["deterministic"] is True
 
 
@@ -295,16 +280,6 @@ def test_the_hub_is_asked_only_by_who_names_the_backend(packages, monkeypatch):
         resolve(ON_CUDA._replace(softcap=3.0), "flash")
 
 
-class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):
     """G12. cuDNN's kernels are switched off for the call, and on again."""
     kernels = torch.backends.cuda
@@ -313,8 +288,7 @@ def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):
         assert not kernels.cudnn_sdp_enabled()
         assert kernels.flash_sdp_enabled() and kernels.mem_efficient_sdp_enabled() and kernels.math_sdp_enabled()
     assert (kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()) == before
-    seen = []
-    attend = sdpa_module.F.scaled_dot_product_attention
+    seen, attend = [], sdpa_module.F.scaled_dot_product_attention
 
     def watched(*args, **kwargs):
         seen.append(kernels.cudnn_sdp_enabled())
@@ -326,9 +300,8 @@ def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):
     layout = PackedLayout.from_lengths((300, 20))
     tensors = random((320, 4, 16), (320, 2, 16), (320, 2, 16), dtype=torch.float32)
     for window in (None, 16):
-        out = get_backend("sdpa")(
-            *tensors, AttentionArguments(scaling=0.25, sliding_window=window).on(layout.attention)
-        )
+        call = AttentionArguments(scaling=0.25, sliding_window=window).on(layout.attention)
+        out = get_backend("sdpa")(*tensors, call)
         out.sum().backward()  # chunks are computed again in the backward
     assert len(seen) >= 5 and not any(seen)
 

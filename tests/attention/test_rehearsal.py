@@ -81,14 +81,11 @@ def test_flex_compiles(case, backward):
     print(f"{case}: {len(found.kernels)} kernels, {largest.shared / 1024:.0f} KiB of shared memory")
 
 
-@pytest.mark.parametrize(
-    ("undo", "case", "backward", "said"),
-    [
-        # torch 2.14 says what it lacks, and lacks it as before.
-        ("kernel_options", "a short row", True, "NoValidChoices|Invalid FlexAttention decode kernel options"),
-        ("specialize_float", "softcap", False, "unbacked"),
-    ],
-)
+@pytest.mark.parametrize(("undo", "case", "backward", "said"), [
+    # torch 2.14 says what it lacks, and lacks it as before.
+    ("kernel_options", "a short row", True, "NoValidChoices|Invalid FlexAttention decode kernel options"),
+    ("specialize_float", "softcap", False, "unbacked"),
+])  # fmt: skip
 def test_the_control_does_not(undo, case, backward, said, monkeypatch):
     """What torch does where the backend leaves its choice to it."""
     if undo == "kernel_options":

@@ -85,9 +85,8 @@ def test_branches_do_not_see_each_other_to_the_bit(name):
     after = [tensor.detach().clone() for tensor in before]
     for tensor in after[:3]:
         tensor[40:49] = torch.randn_like(tensor[40:49])
-    outs = [
-        run(ours(name, layout), [t.requires_grad_() for t in tensors], {}, upstream) for tensors in (before, after)
-    ]
+    given = (before, [tensor.requires_grad_() for tensor in after])
+    outs = [run(ours(name, layout), tensors, {}, upstream) for tensors in given]
     others = torch.cat([torch.arange(40), torch.arange(49, 70)])
     assert torch.equal(outs[0][0][others], outs[1][0][others])
     branch = torch.arange(49, 70)
@@ -106,8 +105,7 @@ def test_negative_controls_are_seen():
 
 def test_a_bias_is_told_of_documents():
     layout, (query, key, value, _) = shared_layout("a tree"), inputs(52)
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05], device=DEVICE)
-    found = []
+    slopes, found = torch.tensor([0.5, 0.25, 0.1, 0.05], device=DEVICE), []
     for name in ("sdpa", "reference"):
         arguments = AttentionArguments(scaling=0.3, bias=linear_bias(slopes, layout.full_sequences))
         found.append(BackendChoice(name).attend(query, key, value, layout, arguments))

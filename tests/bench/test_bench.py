@@ -20,6 +20,8 @@ from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
+FOUR_TWICE = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+
 
 def built(name, preset, **options):
     """The trainer of a side on random documents."""
@@ -32,33 +34,25 @@ def built(name, preset, **options):
     return build_trainer(side, args, preset, data), side
 
 
-# Sides ------------------------------------------------------------------------------------------------------------
-
-
 def test_sides_are_read_as_they_are_written():
     sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step", backends="auto,sdpa")
     assert [side.name for side in sides] == ["padding", "trl-bfd@2048x1", "bfd@64/sdpa", "step", "step/sdpa"]
     assert (sides[1].row, sides[1].rows) == (2048, 1)
     assert parse_sides("trl-bfd", contaminated="trl-bfd")[0].allowed
-    assert [side.backend for side in parse_sides("padding/sdpa,trl-bfd/flash_attention_3")] == [
-        "sdpa",
-        "flash_attention_3",
-    ]
+    backends = [side.backend for side in parse_sides("padding/sdpa,trl-bfd/flash_attention_3")]
+    assert backends == ["sdpa", "flash_attention_3"]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("padding,pading", {}, "there is no strategy 'pading'.\nChoose from padding, group_by_length"),
-        ("step", {"contaminated": "x"}, "there is no strategy 'x'"),
-        ("step@2048", {}, "'step@2048': step has no rows of a fixed length"),
-        ("padding/varlen", {}, "'padding/varlen': TRL's own trainer has no attention 'varlen'.\nName one of"),
-        ("step/fa2", {}, "there is no attention backend 'fa2'"),
-        ("bfd@a", {}, "cannot read the strategy 'bfd@a'"),
-        ("step,step", {}, "['step'] more than once"),
-        ("", {}, "strategies='': none"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ("padding,pading", {}, "there is no strategy 'pading'.\nChoose from padding, group_by_length"),
+    ("step", {"contaminated": "x"}, "there is no strategy 'x'"),
+    ("step@2048", {}, "'step@2048': step has no rows of a fixed length"),
+    ("padding/varlen", {}, "'padding/varlen': TRL's own trainer has no attention 'varlen'.\nName one of"),
+    ("step/fa2", {}, "there is no attention backend 'fa2'"),
+    ("bfd@a", {}, "cannot read the strategy 'bfd@a'"),
+    ("step,step", {}, "['step'] more than once"),
+    ("", {}, "strategies='': none"),
+])  # fmt: skip
 def test_sides_that_do_not_exist_are_refused(text, options, message):
     with pytest.raises(ValueError) as error:
         parse_sides(text, **options)
@@ -79,9 +73,6 @@ def test_rows_that_would_cut_documents_are_refused(preset):
     with pytest.raises(InvalidConfig, match=r"rows of 16 tokens cut documents of up to 31.*\n.*trl-bfd@31 or more"):
         built("trl-bfd@16", preset)
     assert built("fixed@16", preset)[0].args.max_length == 16
-
-
-# Counting ---------------------------------------------------------------------------------------------------------
 
 
 def work(name, preset, **options):
@@ -112,9 +103,6 @@ def test_rows_count_their_true_tokens(preset):
             assert step.micro_batches == 2 and step.documents >= 2
 
 
-# Data -------------------------------------------------------------------------------------------------------------
-
-
 def setup(preset, *argv):
     return read_arguments(["--model", preset, "--output_dir", f"{preset}-out", *argv])
 
@@ -133,25 +121,20 @@ def test_lengths_become_random_documents(preset, lengths_file, tmp_path):
 
 
 def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
-    tiny.model(layers=1).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    data = tmp_path / "data.jsonl"
+    model, data = tiny.save(tmp_path / "model"), tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, training.rows(24))))
-    asked = setup(str(tmp_path / "model"), "--dataset", str(data), "--max_length", "32", "--eval_documents", "4")
-    report = save(asked, str(tmp_path / "model"), tmp_path)
+    asked = setup(model, "--dataset", str(data), "--max_length", "32", "--eval_documents", "4")
+    report = save(asked, model, tmp_path)
     train = Dataset.load_from_disk(str(tmp_path / "train"))
     assert facts(train).longest <= 32 and report["train"]["tokens_lost"] > 0
     assert train.column_names == ["input_ids", "labels"] and -100 in train[0]["labels"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[3, 0]", "is not a list of document lengths"),
-        ("[]", "is not a list of document lengths"),
-        ("{", "cannot read lengths"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ("[3, 0]", "is not a list of document lengths"),
+    ("[]", "is not a list of document lengths"),
+    ("{", "cannot read lengths"),
+])  # fmt: skip
 def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(InvalidDataset, match=message):
@@ -176,18 +159,15 @@ def test_too_little_data_is_refused(preset, tmp_path):
         read_documents(setup(preset, "--lengths", str(tmp_path / "few.json"), *few))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "no model"),
-        (["--model", "tiny", "--max_steps", "0"], "max_steps=0: nothing to time"),
-        (["--model", "tiny", "--untimed_steps", "0"], "untimed_steps=0: a side's first step is never typical"),
-        (["--model", "tiny", "--packing_strategy", "bfd"], "packing_strategy='bfd': a benchmark has many"),
-        (["--model", "tiny", "--learning_speed", "1"], "learning_speed"),
-        (["--model", "tiny"], "no data"),
-        (["--model", "tiny", "--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    ([], "no model"),
+    (["--model", "tiny", "--max_steps", "0"], "max_steps=0: nothing to time"),
+    (["--model", "tiny", "--untimed_steps", "0"], "untimed_steps=0: a side's first step is never typical"),
+    (["--model", "tiny", "--packing_strategy", "bfd"], "packing_strategy='bfd': a benchmark has many"),
+    (["--model", "tiny", "--learning_speed", "1"], "learning_speed"),
+    (["--model", "tiny"], "no data"),
+    (["--model", "tiny", "--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
+])  # fmt: skip
 def test_wrong_arguments_are_one_message(argv, message, capsys):
     assert main(["bench", *argv]) == 1
     captured = capsys.readouterr()
@@ -202,11 +182,7 @@ def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
     assert "the data lasts for 1 steps, none of them timed" in one.failure
 
 
-# Processes --------------------------------------------------------------------------------------------------------
-
-
 def side_process(tmp_path):
-    """A process whose arguments are refused."""
     return closing(SideProcess([], Side("step"), "", tmp_path, log=tmp_path / "side.log"))
 
 
@@ -243,9 +219,8 @@ class Commands:
 
 def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, tmp_path):
     """Two steps of data: the third `step` finds none, and nothing is traced."""
-    argv = ["--model", preset, "--lengths", lengths_file, "--eval_documents", str(len(LENGTHS) - 16)]
-    argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
-    argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    argv = f"--model {preset} --lengths {lengths_file} --eval_documents {len(LENGTHS) - 16} --max_steps -1"
+    argv = f"{argv} --num_train_epochs 1 --output_dir {tmp_path / 'out'} {FOUR_TWICE}".split()
     save(read_arguments(argv), preset, tmp_path)
     channel = Commands(STEP, STEP, STEP, FINISH)
     run(argv, Side("padding"), preset, tmp_path, channel)
@@ -258,11 +233,10 @@ def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, 
 def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_path, capsys):
     """The whole command; `bfd@8` has no room for the documents and says so."""
     output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "padding,step,bfd@8", "--max_steps", "2"]
-    argv += ["--untimed_steps", "1", "--eval_documents", "8", "--per_device_train_batch_size", "4"]
-    argv += ["--gradient_accumulation_steps", "2", "--gradient_checkpointing", "false", "--lora_dropout", "0"]
-    argv += ["--output", str(output), "--plot", str(picture), "--output_dir", str(tmp_path / "out")]
-    assert main(["bench", *argv]) == 1
+    argv = f"bench --model tiny --lengths {lengths_file} --strategies padding,step,bfd@8 --max_steps 2 {FOUR_TWICE}"
+    argv += " --untimed_steps 1 --eval_documents 8 --gradient_checkpointing false --lora_dropout 0"
+    argv += f" --output {output} --plot {picture} --output_dir {tmp_path / 'out'}"
+    assert main(argv.split()) == 1
     said = capsys.readouterr().out
     assert "bfd@8 failed: InvalidConfig: rows of 8 tokens cut documents of up to 31" in said
     assert ("step: too short to conclude" in said or "was busy" in said) and picture.exists()
@@ -279,8 +253,7 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
 @pytest.mark.slow
 def test_an_adapter_that_fits_nothing_is_a_row_too(lengths_file, tmp_path, capsys):
     """PEFT refuses it in every side, and would where the model's FLOPs are counted."""
-    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "step", "--eval_documents", "8"]
-    argv += ["--lora_target_modules", "nowhere", "--output_dir", str(tmp_path / "out")]
-    assert main(["bench", *argv]) == 1
+    argv = f"bench --model tiny --lengths {lengths_file} --strategies step --eval_documents 8"
+    assert main(f"{argv} --lora_target_modules nowhere --output_dir {tmp_path / 'out'}".split()) == 1
     captured = capsys.readouterr()
     assert "lora_target_modules=nowhere matches no layer" in captured.out and "Traceback" not in captured.err

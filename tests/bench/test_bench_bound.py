@@ -34,16 +34,12 @@ def with_adapter(**options):
     return get_peft_model(tiny.model(layers=2, **options), training.lora_config()).train()
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: tiny.model(layers=2).train(),
-        lambda: tiny.model(layers=2).requires_grad_(False).train(),
-        with_adapter,
-        lambda: with_adapter(tie_word_embeddings=True),
-    ],
-    ids=["whole model", "frozen", "adapter", "tied head"],
-)
+@pytest.mark.parametrize("build", [
+    lambda: tiny.model(layers=2).train(),
+    lambda: tiny.model(layers=2).requires_grad_(False).train(),
+    with_adapter,
+    lambda: with_adapter(tie_word_embeddings=True),
+], ids=["whole model", "frozen", "adapter", "tied head"])  # fmt: skip
 def test_layers_multiply_as_torch_counts(build):
     """Also the first layer's projections, whose frozen inputs have no gradient; twice the tokens is the negative."""
     model = build()
@@ -58,9 +54,8 @@ def test_untrained_positions_are_not_scored():
     every, few = ([p for layer in layers for p in layer.products(40, n, torch.float32)] for n in (40, 10))
     head = 2 * 2 * 64 * tiny.VOCAB  # forward and its input's gradient
     assert sum(p.flops for p in every) - sum(p.flops for p in few) == 30 * head
-    assert not [
-        p for p in needed_products(layers, tiny.model().config, lengths=[], trained=0, dtype=torch.float32) if p.flops
-    ]
+    nothing = needed_products(layers, tiny.model().config, lengths=[], trained=0, dtype=torch.float32)
+    assert not [product for product in nothing if product.flops]
 
 
 @pytest.mark.parametrize("lengths", [(64,) * 8, (4096,), (9, 300, 7, 21)])
@@ -94,9 +89,8 @@ def test_a_step_runs_its_products_and_trains_nothing():
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     batch = trainer.data_collator([{"input_ids": [5] * 40}, {"input_ids": [6] * 9}])
     counting(trainer.model, batch)
-    needed = needed_products(
-        linears(trainer.model), trainer.model.config, lengths=(40, 9), trained=47, dtype=torch.float32
-    )
+    given = {"lengths": (40, 9), "trained": 47, "dtype": torch.float32}
+    needed = needed_products(linears(trainer.model), trainer.model.config, **given)
     assert counted[-1] == sum(product.flops for product in needed)
     assert len(set(counted)) == 4  # each batch has products of its own
 
@@ -105,10 +99,10 @@ def test_a_step_runs_its_products_and_trains_nothing():
 def test_a_bound_is_a_side_of_the_benchmark(lengths_file, tmp_path):
     """With the tokens of the step that it bounds; the strategies of `trl-packfa bench` stay as they are."""
     output = tmp_path / "bench.json"
-    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "step,step-bound", "--max_steps", "2"]
-    argv += ["--untimed_steps", "1", "--eval_documents", "8", "--per_device_train_batch_size", "4"]
-    argv += ["--gradient_accumulation_steps", "2", "--output", str(output), "--output_dir", str(tmp_path / "out")]
-    subprocess.run([sys.executable, arithmetic_bound.__file__, *argv], check=True)
+    argv = f"--model tiny --lengths {lengths_file} --strategies step,step-bound --max_steps 2 --untimed_steps 1"
+    argv += " --eval_documents 8 --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    argv += f" --output {output} --output_dir {tmp_path / 'out'}"
+    subprocess.run([sys.executable, arithmetic_bound.__file__, *argv.split()], check=True)
     step, bound = json.loads(output.read_text())["sides"]
     figures = ("none", None, None, step["tokens_per_step"])
     names = ("trainer", "validation_loss", "attention", "tokens_per_step")

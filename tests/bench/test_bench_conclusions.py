@@ -19,17 +19,13 @@ from trl_packfa.errors import InvalidConfig
 
 
 def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
-    """A side that ran."""
     one = Result(parse_sides(name)[0])
     one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9, "remark": ""}
-    steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
-    one.steps = [
-        {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
-    ]
-    for step in one.steps:
-        step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
-    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa"}
-    one.end["trace"] = {}
+    alike = {"computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0, "compiled": 0}
+    one.steps = [{**alike, "seconds": s, "tokens": tokens + i, "fingerprint": i, "cpu_seconds": share * s}
+                 for i, s in enumerate(seconds)]  # fmt: skip
+    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa",
+               "trace": {}}  # fmt: skip
     return one
 
 
@@ -45,17 +41,11 @@ def test_a_clear_ratio_stands():
     assert compare(base := result("padding"), base).value == 1.0
 
 
-def test_a_short_run_concludes_nothing():
+def test_a_short_a_noisy_and_a_busy_run_conclude_nothing():
     ratio = compare(result(seconds=(0.5,) * 4), result("padding", seconds=(1.0,) * 4))
     assert ratio.verdict == "too short to conclude: 4 timed steps; raise --max_steps to 5 or more"
-
-
-def test_a_noisy_run_concludes_nothing():
     noisy = compare(result(seconds=(0.2, 3.0, 0.3, 0.2, 2.0, 0.4)), result("padding"))
     assert "holds 1; raise --max_steps, or free the machine" in noisy.verdict
-
-
-def test_a_busy_machine_concludes_nothing():
     for sides in ((result(share=0.3), result("padding")), (result(), result("padding", share=0.3))):
         assert compare(*sides).verdict.startswith("the machine was busy with other work")
     on_gpu = result(share=0.3, device="cuda:0"), result("padding", share=0.3, device="cuda:0")
@@ -87,19 +77,15 @@ def test_a_contaminated_side_runs_only_if_named():
         one = Result(parse_sides(name, contaminated=contaminated)[0])
         one.built({"leaks": True})
         assert bool(one.failure) == fails
-    assert "documents see each other" in remarks(rows([leaking(result("padding"))]))[0]
-
-
-def leaking(one):
-    one.facts["leaks"] = True
-    return one
+    leaking = result("padding")
+    leaking.facts["leaks"] = True
+    assert "documents see each other" in remarks(rows([leaking]))[0]
 
 
 def test_a_plot_marks_what_the_table_marks_as_no_conclusion(tmp_path):
     """By its text, and by the bars' hatching."""
     matplotlib = pytest.importorskip("matplotlib")
-    base, clear = result("padding"), result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5))
-    drawn = {}
+    base, clear, drawn = result("padding"), result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5)), {}
     for name, other in (("clear", clear), ("unclear", result(seconds=(0.5, 0.5)))):
         with matplotlib.rc_context({"svg.fonttype": "none"}):
             save_plot(rows([base, other]), str(tmp_path / f"{name}.svg"))
@@ -115,9 +101,8 @@ def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkey
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
-    assert (
-        "--plot needs matplotlib, which is not installed.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
-    )
+    said = "--plot needs matplotlib, which is not installed.\npip install 'trl-packfa[plots]'"
+    assert said in capsys.readouterr().err
 
 
 def test_the_peak_is_the_best_of_a_run(monkeypatch):
@@ -125,8 +110,7 @@ def test_the_peak_is_the_best_of_a_run(monkeypatch):
     rates = iter([100.0, 187.0, 142.0])
     monkeypatch.setattr("trl_packfa.bench.run.peak_flops", lambda *args, **options: next(rates))
     peak = Peak(None, PackedSFTConfig("out", use_cpu=True, bf16=False))
-    assert peak.source == "measured here"
-    assert peak.best == 100.0
+    assert (peak.source, peak.best) == ("measured here", 100.0)
     peak.measure()
     peak.measure()
     assert peak.best == 187.0
@@ -149,9 +133,8 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
 
 
 def test_a_known_peak_is_not_measured(monkeypatch):
-    monkeypatch.setattr(
-        "trl_packfa.trainers.sft.throughput.matmul_flops", lambda *args, **options: pytest.fail("measured")
-    )
+    measuring = "trl_packfa.trainers.sft.throughput.matmul_flops"
+    monkeypatch.setattr(measuring, lambda *args, **options: pytest.fail("measured"))
     peak = Peak(None, PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2.0))
     peak.measure()
     assert (peak.best, peak.source) == (2e12, "peak_tflops")

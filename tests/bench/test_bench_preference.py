@@ -22,11 +22,8 @@ QUESTIONS = [{"role": "user", "content": "a b"}]
 
 def test_a_trainer_has_strategies_of_its_own():
     sides = read_arguments(["--model", "tiny", "--trainer", "dpo"]).sides
-    assert [(side.name, side.trainer, side.kind.ours) for side in sides] == [
-        ("padding", "dpo", False),
-        ("padding_free", "dpo", True),
-        ("step", "dpo", True),
-    ]
+    expected = [("padding", "dpo", False), ("padding_free", "dpo", True), ("step", "dpo", True)]
+    assert [(side.name, side.trainer, side.kind.ours) for side in sides] == expected
     assert [side.name for side in read_arguments(["--model", "tiny"]).sides] == ["padding", "step"]
     with pytest.raises(InvalidConfig, match=r"no strategy 'bfd' of --trainer dpo.\nChoose from .*, step"):
         read_arguments(["--model", "tiny", "--trainer", "dpo", "--strategies", "padding,bfd"])
@@ -70,12 +67,10 @@ def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
 def test_all_sides_train_the_same(trainer, tmp_path):
     lengths, output = tmp_path / "lengths.json", tmp_path / "bench.json"
     lengths.write_text(json.dumps(LENGTHS))
-    argv = ["--trainer", trainer, "--model", "tiny", "--lengths", str(lengths), "--max_steps", "2"]
-    argv += ["--untimed_steps", "1", "--eval_documents", "4", "--per_device_train_batch_size", "2"]
-    argv += ["--gradient_accumulation_steps", "2"]
-    argv += ["--gradient_checkpointing", "false", "--lora_dropout", "0", "--learning_rate", "1e-3"]
-    argv += ["--output", str(output), "--output_dir", str(tmp_path / "out")]
-    assert main(["bench", *argv]) == 0
+    argv = f"bench --trainer {trainer} --model tiny --lengths {lengths} --max_steps 2 --untimed_steps 1"
+    argv += " --eval_documents 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --lora_dropout 0"
+    argv += f" --gradient_checkpointing false --learning_rate 1e-3 --output {output} --output_dir {tmp_path / 'out'}"
+    assert main(argv.split()) == 0
     padding, free, step = json.loads(output.read_text())["sides"]
     for side in (free, step):
         assert (padding["trainer"], side["trainer"]) == ("TRL", "trl-packfa")

@@ -1,13 +1,12 @@
 """A regression benchmark in counts, which no machine's mood moves: operations, arithmetic, memory, waits of one step.
-
 Counts may fall freely; one that rises above its bound in counts.json fails. After an improvement,
-`tests/shared/counted.py` tightens the bounds.
-"""
+`tests/shared/counted.py` tightens the bounds."""
 
 import json
 
 import counted
 import pytest
+import torch
 from attention_speed import TRANSFORMERS
 from operations import OperationCounter
 
@@ -17,7 +16,6 @@ SLACK = {"calls": 1.05, "allocated_bytes": 1.05, "largest_bytes": 1.05}
 
 
 def exceeded(counts, bounds):
-    """What is above its bound."""
     return [f"{n}: {counts[n]:,} > {b:,}" for n, b in bounds.items() if counts[n] > b * SLACK.get(n, 1.0)]
 
 
@@ -51,16 +49,10 @@ def test_an_attention_with_a_dense_mask_exceeds_the_bounds():
 
 
 def test_the_counter_counts():
-    import torch
-
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     with OperationCounter() as counter:
         (a @ b).view(21).sum().item()
     assert counter.to_dict() == {
-        "flops": 2 * 3 * 5 * 7,
-        "calls": 4,
-        "allocated_bytes": 4 * 21 + 4,
-        "largest_bytes": 4 * 21,
-        "host_syncs": 1,
+        "flops": 2 * 3 * 5 * 7, "calls": 4, "allocated_bytes": 4 * 21 + 4, "largest_bytes": 4 * 21, "host_syncs": 1,
         "recompiles": 0,
-    }
+    }  # fmt: skip

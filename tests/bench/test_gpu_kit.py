@@ -25,9 +25,6 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("tests", "types", "trainers", "kernels", "train", "paper", "rest")
 
 
-# What travels --------------------------------------------------------------------------------------------------------
-
-
 def wheel(folder, name, files):
     info = f"{name}-1.0.dist-info"
     record = "".join(f"{file},sha256=x,1\n" for file in files) + f"{info}/RECORD,,\n"
@@ -37,9 +34,8 @@ def wheel(folder, name, files):
         made.writestr(f"{info}/RECORD", record)
 
 
-BITSANDBYTES = ["bitsandbytes/__init__.py"] + [
-    f"bitsandbytes/libbitsandbytes_{kind}.so" for kind in ("cpu", "cuda128", "cuda130", "rocm64", "xpu")
-]
+KINDS = ("cpu", "cuda128", "cuda130", "rocm64", "xpu")
+BITSANDBYTES = ["bitsandbytes/__init__.py", *(f"bitsandbytes/libbitsandbytes_{kind}.so" for kind in KINDS)]
 
 
 @pytest.fixture
@@ -100,9 +96,6 @@ def test_what_was_carried_is_unpacked_once(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-# The stages ----------------------------------------------------------------------------------------------------------
-
-
 def test_every_stage_has_its_time_and_its_files(tmp_path):
     stages = run.stages(tmp_path, small=False)
     assert tuple(stages) == STAGES
@@ -120,9 +113,8 @@ def test_parts_are_timed_on_a_cpu(tmp_path):
     assert parts.main(["--small", "--json", str(written)]) == 0
     rows = json.loads(written.read_text())["rows"]
     assert {row["part"] for row in rows} == {"RMSNorm", "MLP, LoRA", "MLP, LoRA, NF4", "LM head"}
-    assert {row["side"] for row in rows} == {"transformers, PEFT", "ours", "TRL"} and all(
-        row["ms"] > 0 for row in rows
-    )
+    assert {row["side"] for row in rows} == {"transformers, PEFT", "ours", "TRL"}
+    assert all(row["ms"] > 0 for row in rows)
 
 
 def test_a_step_that_does_not_end_is_ended(tmp_path, capsys):
@@ -141,9 +133,6 @@ def test_a_machine_without_flash_attn_gets_the_stand_in(tmp_path, monkeypatch):
     assert not stand_in()
 
 
-# What is wanted ------------------------------------------------------------------------------------------------------
-
-
 def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
     sides = [
         {"side": "padding", "tokens_per_second": 100.0, "attention": "flash_attention_2"},
@@ -154,9 +143,8 @@ def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
     assert wanted.measured(figure, tmp_path) == wanted.NOT_YET
     (tmp_path / "paper_x2.json").write_text(json.dumps(report))
     assert wanted.measured(figure, tmp_path) == "2.10 (padding with flash_attention_2), NVIDIA H100 80GB HBM3"
-    (tmp_path / "paper_x2.json").write_text(
-        json.dumps({**report, "sides": [sides[0], {"side": "step", "failed": "x"}]})
-    )
+    failed = {**report, "sides": [sides[0], {"side": "step", "failed": "x"}]}
+    (tmp_path / "paper_x2.json").write_text(json.dumps(failed))
     assert wanted.measured(figure, tmp_path).startswith("a side failed")
     for trial in ({"environment": {"gpus": []}}, {"arguments": ["--model", "tiny"]}):
         (tmp_path / "paper_x2.json").write_text(json.dumps({**report, **trial}))
@@ -166,12 +154,8 @@ def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
 def test_every_figure_is_read_from_what_the_benchmark_writes():
     names = ["padding", "trl-bfd@8192x1", "bfd@8192x1", "step", "bfd-compiled@8192x1", "step-compiled"]
     full = {
-        "tokens_per_second": 12_500.4,
-        "mfu": 0.512,
-        "attention": "flash",
-        "recompiles": 0,
-        "host_syncs_per_step": 3,
-    }
+        "tokens_per_second": 12_500.4, "mfu": 0.512, "attention": "flash", "recompiles": 0, "host_syncs_per_step": 3,
+    }  # fmt: skip
     report = {"sides": [{"side": name, **full} for name in names], "peak_source": "data sheet of NVIDIA H100"}
     found = [figure.read(report) for figure in wanted.FIGURES]
     assert found[4] == "51.2% of data sheet of NVIDIA H100" and found[5] == found[6] == "12,500"
@@ -182,9 +166,6 @@ def test_the_page_holds_the_table():
     page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
     block = page.split("<!-- generated: benchmarks/gpu/wanted.py -->\n")[1].split("\n<!-- end -->")[0]
     assert block == wanted.markdown()
-
-
-# The stand-in for flash-attn -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -220,19 +201,15 @@ def test_transformers_attends_by_document_with_the_stand_in(how, window, flash_a
         if how == "packed":
             positions = torch.cat([torch.arange(n) for n in lengths])[None]
             heads = (x[None] for x in (q, k, v))
-            return flash_utils._flash_attention_forward(*heads, None, sum(lengths), position_ids=positions, **common)[
-                0
-            ]
-        padded = [
-            torch.zeros(*shape, *x.shape[1:], dtype=x.dtype).masked_scatter(mask[..., None, None], x)
-            for x in (q, k, v)
-        ]
+            out = flash_utils._flash_attention_forward(*heads, None, sum(lengths), position_ids=positions, **common)
+            return out[0]
+        zeros = [torch.zeros(*shape, *x.shape[1:], dtype=x.dtype) for x in (q, k, v)]
+        padded = [x.masked_scatter(mask[..., None, None], own) for x, own in zip(zeros, (q, k, v), strict=True)]
         given = mask.long() if how == "padded" else None
         return flash_utils._flash_attention_forward(*padded, given, shape[1], **common)[mask]
 
     upstream = torch.randn(sum(lengths), 4, 16, generator=generator)
-    layout = PackedLayout.from_lengths(lengths)
-    results = []
+    layout, results = PackedLayout.from_lengths(lengths), []
     for attend in (
         forward,
         lambda q, k, v: get_backend("reference")(q, k, v, AttentionArguments(**options).on(layout.attention)),
@@ -242,9 +219,8 @@ def test_transformers_attends_by_document_with_the_stand_in(how, window, flash_a
         results.append([out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))])
     for ours, eager, exact in zip(*results, strict=True):
         assert_low_precision(ours, eager, exact, factor=3.0)
-    assert differs(oracle.attention(*tensors, (sum(lengths),), **options).float(), results[0][0].float()), (
-        "the control"
-    )
+    leaking = oracle.attention(*tensors, (sum(lengths),), **options)
+    assert differs(leaking.float(), results[0][0].float()), "the control"
 
 
 @pytest.mark.slow

@@ -7,16 +7,13 @@ from trl_packfa.errors import InvalidConfig
 
 
 def test_counts_repeat_and_grow_with_what_runs():
-    # The first time fills caches of the libraries.
-    _, first, again = (
-        [
-            layer_overhead._count(layer_overhead._call(layer_overhead.SIDES[1], which, 2))
-            for which in layer_overhead.PASSES
-        ]
-        for _ in range(3)
-    )
-    assert first == again
-    assert first[0] < first[1] < first[2]
+    """The first time fills caches of the libraries."""
+
+    def count(which):
+        return layer_overhead._count(layer_overhead._call(layer_overhead.SIDES[1], which, 2))
+
+    _, first, again = ([count(which) for which in layer_overhead.PASSES] for _ in range(3))
+    assert first == again and first[0] < first[1] < first[2]
 
 
 def test_no_pair_is_refused():

@@ -5,21 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import LENGTHS, arguments
+from training import LENGTHS, arguments, trained
 from transformers import AutoTokenizer
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench import sides
 from trl_packfa.bench.data import random_documents
-from trl_packfa.bench.sides import (
-    Attention,
-    attention_of,
-    build_trainer,
-    parse_sides,
-    upstream_attention,
-    upstream_kwargs,
-)
 from trl_packfa.bench.table import heading, remarks, training_rows
 
 STAND_IN = str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_in")
@@ -33,51 +25,48 @@ def gpu(monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     for module in (sides, flash_utils):
         monkeypatch.setattr(module, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setitem(
-        flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True
-    )
+    second = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    monkeypatch.setitem(second, "general_availability_check", lambda: True)
 
 
 def asked(preset, **options):
-    return upstream_attention(preset, arguments(PackedSFTConfig, **{"dtype": "bfloat16", **options}))
+    return sides.upstream_attention(preset, arguments(PackedSFTConfig, **{"dtype": "bfloat16", **options}))
 
 
 def test_on_a_gpu_it_is_flash_attention(preset, gpu):
-    assert asked(preset) == asked(preset, dtype="float32", bf16=True) == Attention("flash_attention_2")
+    assert asked(preset) == asked(preset, dtype="float32", bf16=True) == sides.Attention("flash_attention_2")
 
 
 def test_what_is_chosen_is_taken(preset, gpu):
-    assert asked(preset, attn_implementation="sdpa") == Attention("sdpa")
-    assert asked(preset, model_init_kwargs={"attn_implementation": "eager"}) == Attention("eager")
+    assert asked(preset, attn_implementation="sdpa") == sides.Attention("sdpa")
+    assert asked(preset, model_init_kwargs={"attn_implementation": "eager"}) == sides.Attention("eager")
     args = arguments(PackedSFTConfig, dtype="bfloat16", attn_implementation="sdpa")
-    side = parse_sides("trl-bfd/flash_attention_3")[0]
-    assert upstream_kwargs(side, preset, args)["attn_implementation"] == "flash_attention_3"
+    side = sides.parse_sides("trl-bfd/flash_attention_3")[0]
+    assert sides.upstream_kwargs(side, preset, args)["attn_implementation"] == "flash_attention_3"
 
 
 def test_where_it_cannot_be_had_the_reason_is_told(preset, gpu, monkeypatch):
-    assert asked(preset, dtype="float32") == Attention(
-        None, "FlashAttention takes half precision, this runs in float32"
-    )
+    half_only = "FlashAttention takes half precision, this runs in float32"
+    assert asked(preset, dtype="float32") == sides.Attention(None, half_only)
     monkeypatch.setattr("transformers.LlamaForCausalLM._supports_flash_attn", False)
     assert "LlamaForCausalLM does not support Flash Attention 2" in asked(preset).remark
     monkeypatch.setattr(sides, "is_flash_attn_2_available", lambda: False)
-    assert asked(preset) == Attention(None, "flash-attn is not installed"), "nothing is loaded from the Hub"
+    assert asked(preset) == sides.Attention(None, "flash-attn is not installed"), "nothing is loaded from the Hub"
 
 
 def test_on_a_cpu_it_is_the_models_own(preset):
-    assert asked(preset) == Attention(None)
+    assert asked(preset) == sides.Attention(None)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("trl-bfd/eager", "eager"), ("padding", "sdpa"), ("step/sdpa", "sdpa")]
 )
 def test_a_side_attends_with_what_it_names(name, expected, preset, tmp_path):
-    side, args = parse_sides(name)[0], arguments(PackedSFTConfig, tmp_path, max_length=64, max_steps=1)
+    side, args = sides.parse_sides(name)[0], arguments(PackedSFTConfig, tmp_path, max_length=64, max_steps=1)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
     data = {"train_dataset": documents, "processing_class": AutoTokenizer.from_pretrained(preset)}
-    trainer = build_trainer(side, args, preset, data)
-    trainer.train()
-    assert attention_of(trainer) == expected
+    trainer = trained(sides.build_trainer(side, args, preset, data))
+    assert sides.attention_of(trainer) == expected
 
 
 def test_the_table_names_it():

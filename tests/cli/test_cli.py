@@ -25,10 +25,7 @@ from trl_packfa.terminal.progress import quiet
 
 @pytest.fixture
 def saved_model(tmp_path):
-    path = str(tmp_path / "model")
-    tiny.model(layers=2).save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path
+    return tiny.save(tmp_path / "model")
 
 
 @pytest.fixture
@@ -135,8 +132,8 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
     monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: dataclasses.replace(report, isolation=1.0))
     assert main(["check", saved_model]) == 3
     said = capsys.readouterr().out
-    assert "leak: isolation 1.0e+00" in said
-    assert "first in module" in said and "Train padded with packing=False" in said and "'reference'" not in said
+    assert "leak: isolation 1.0e+00" in said and "first in module" in said
+    assert "Train padded with packing=False" in said and "'reference'" not in said
 
 
 def test_the_trainers_own_debug_flag_is_left_to_it(monkeypatch):
@@ -155,39 +152,40 @@ def test_check_prints_the_verdict(saved_model, capsys):
     assert (report["verdict"], report["backend"], report["dtype"]) == ("exact", "reference", "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["check", "/nowhere"], "UnsupportedModel: cannot load the model '/nowhere'"),
-        (["check", "MODEL", "--backend", "fa2"], "NoBackend: there is no attention backend 'fa2'"),
-        (["train", "--output_dir", "OUT", "--dataset_name", "x"], "InvalidConfig: no model"),
-        (["train", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
-        (["train", "--output_dir", "OUT", "--learning_speed", "1"], "learning_speed"),
-        (["train", "--model_name_or_path", "MODEL", "--output_dir", "OUT"], "InvalidConfig: no dataset"),
-        (
-            ["train", "--model_name_or_path", "MODEL", "--output_dir", "OUT", "--dataset_name", "OUT.zip"],
-            "cannot tell the format of",
-        ),
-        (
-            ["train", "--model_name_or_path", "MODEL", "--output_dir", "OUT", "--dataset_name", "DATA",
-             "--eval_strategy", "epoch"],
-            r"the dataset has no split ['test'], only ['train']",
-        ),
-    ],
-)  # fmt: skip
-def test_user_errors_are_one_message_without_traceback(saved_model, data_file, tmp_path, capsys, argv, message):
-    (tmp_path / "out.zip").write_text("")
-    names = {
-        "MODEL": saved_model,
-        "OUT": str(tmp_path / "out"),
-        "DATA": data_file,
-        "OUT.zip": str(tmp_path / "out.zip"),
-    }
-    on_cpu = ["--use_cpu", "true", "--bf16", "false"] if argv[0] == "train" else []
-    assert main([names.get(word, word) for word in argv] + on_cpu) == 1
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "Traceback" not in captured.err
+TO_OUT = "train --use_cpu true --bf16 false --output_dir FOLDER/out"
+ON_MODEL = f"{TO_OUT} --model_name_or_path MODEL"
+ON_DATA = f"{ON_MODEL} --dataset_name DATA"
+MISTAKES = {
+    "no such model": ("check /nowhere", "UnsupportedModel: cannot load the model '/nowhere'"),
+    "no such backend": ("check MODEL --backend fa2", "NoBackend: there is no attention backend 'fa2'"),
+    "no model": (f"{TO_OUT} --dataset_name x", "InvalidConfig: no model"),
+    "no such file of arguments": ("train --config /nowhere.yaml --use_cpu true --bf16 false", r"/nowhere\.yaml"),
+    "an unknown argument": (f"{TO_OUT} --learning_speed 1", "learning_speed"),
+    "no dataset": (ON_MODEL, "InvalidConfig: no dataset"),
+    "an unknown format": (f"{ON_MODEL} --dataset_name FOLDER/out.zip", "cannot tell the format of"),
+    "no such split": (f"{ON_DATA} --eval_strategy epoch", r"the dataset has no split \['test'\], only \['train'\]"),
+    "no such model in a run": (f"{ON_DATA} --model_name_or_path FOLDER/none", "cannot load the model '.*none'"),
+    "an empty file": (f"{ON_DATA} --dataset_name FOLDER/empty.jsonl", "empty.jsonl' is empty"),
+    "a broken file": (f"{ON_DATA} --dataset_name FOLDER/broken.jsonl", "cannot load the dataset .*broken.jsonl"),
+    "no such file": (f"{ON_DATA} --dataset_name FOLDER/none.jsonl", "cannot load the dataset .*none.jsonl"),
+    "a slip": (f"{ON_DATA} --lerning_rate 1", "lerning_rate(.|\n)*Did you mean learning_rate"),
+    "a slip in a file": (f"{ON_DATA} --config FOLDER/typo.yaml", "lerning_rate(.|\n)*Did you mean learning_rate"),
+    "no such file beside arguments": (f"{ON_DATA} --config FOLDER/none.yaml", "none.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_user_errors_are_one_message_without_traceback(case, saved_model, data_file, tmp_path, capsys):
+    (tmp_path / "out.zip").touch()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
+    (tmp_path / "typo.yaml").write_text("lerning_rate: 1\n")
+    line, message = MISTAKES[case]
+    for name, path in {"MODEL": saved_model, "DATA": data_file, "FOLDER": str(tmp_path)}.items():
+        line = line.replace(name, path)
+    assert main(line.split()) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "Traceback" not in error
 
 
 def test_train_from_yaml_with_overrides(saved_model, data_file, tmp_path):
@@ -226,34 +224,10 @@ def test_demo_runs_its_whole_story(tmp_path, capsys):
 @pytest.mark.slow
 def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
     pytest.importorskip("bitsandbytes")
-    model = tmp_path / "base"
-    tiny.model(layers=2, intermediate_size=128, attention_bias=False).save_pretrained(model)
-    tiny.tokenizer().save_pretrained(model)
+    model = tiny.save(tmp_path / "base", tiny.model(layers=2, intermediate_size=128, attention_bias=False))
     out = str(tmp_path / "out")
-    assert main(["demo", "--model", str(model), "--dataset", data_file, "--output-dir", out, "--steps", "2"]) == 0
+    assert main(["demo", "--model", model, "--dataset", data_file, "--output-dir", out, "--steps", "2"]) == 0
     assert "adapter_model.safetensors" in os.listdir(os.path.join(out, "adapter"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model_name_or_path", "{folder}/none"], "cannot load the model '.*none'"),
-        (["--dataset_name", "{folder}/empty.jsonl"], "empty.jsonl' is empty"),
-        (["--dataset_name", "{folder}/broken.jsonl"], "cannot load the dataset .*broken.jsonl"),
-        (["--dataset_name", "{folder}/none.jsonl"], "cannot load the dataset .*none.jsonl"),
-        (["--lerning_rate", "1"], "lerning_rate(.|\n)*Did you mean learning_rate"),
-        (["--config", "{folder}/typo.yaml"], "lerning_rate(.|\n)*Did you mean learning_rate"),
-        (["--config", "{folder}/none.yaml"], "none.yaml"),
-    ],
-)
-def test_a_slip_is_one_message(arguments, said, saved_model, data_file, tmp_path, capsys):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
-    (tmp_path / "typo.yaml").write_text("lerning_rate: 1\n")
-    given = ["--model_name_or_path", saved_model, "--dataset_name", data_file, "--output_dir", str(tmp_path / "out")]
-    code = main(["train", *given, *(argument.format(folder=tmp_path) for argument in arguments)])
-    error = capsys.readouterr().err
-    assert code == 1 and re.search(said, error) and "Traceback" not in error
 
 
 def test_quiet_puts_every_level_back():

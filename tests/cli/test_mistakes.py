@@ -44,6 +44,11 @@ def folder(tmp_path_factory):
     return where
 
 
+@pytest.fixture(autouse=True)
+def _in_the_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
 def train(data, *more, model="base"):
     argv = ["train", "--model_name_or_path", model, "--dataset_name", f"{data}.jsonl", "--output_dir", "out"]
     return main([*argv, *ON_CPU, *more])
@@ -52,65 +57,52 @@ def train(data, *more, model="base"):
 GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch_size", "2"]
 
 
-@pytest.mark.parametrize(
-    ("data", "more", "said"),
-    [
-        ("chat", [], r"holds conversations, but the tokenizer has no chat template(.|\n)*chat_template_path"),
-        ("chat_pairs", ["--trainer", "dpo"], r"no chat template(.|\n)*Set tokenizer.chat_template"),
-        ("chat", ["--chat_template_path", "none.jinja"], r"chat_template_path=none.jinja: there is no such file"),
-        ("empty_chat", [], r"has no message in 'messages'"),
-        ("text", ["--attn_implementation", "flash_attention_2"], r"cannot run here\.\n  - flash-attn (.|\n)*Drop it"),
-        ("text", ["--attn_implementation", "flashy"], r'ValueError of transformers: .*"flashy"` is not supported'),
-        ("answers", ["--trainer", "dpo"], r"wanted: 'chosen' and 'rejected'\nFor 'prompt' .*--trainer sft"),
-        ("answers", ["--trainer", "reward"], r"wanted: 'chosen' and 'rejected'\nFor 'prompt'"),
-        ("answers", ["--trainer", "kto"], r"wanted: 'prompt' and 'completion' and 'label', or 'chosen' and"),
-        ("text", ["--trainer", "dpo"], r"columns \['text'\]; PackedDPOTrainer cannot train on them"),
-        ("pairs", [], r"To train on pairs, use --trainer dpo or reward"),
-        ("text", ["--per_device_train_batch_size", "0"], r"per_device_train_batch_size=0: it must be 1 or more"),
-        ("text", ["--per_device_eval_batch_size", "-1"], r"per_device_eval_batch_size=-1: it must be 1 or more"),
-        ("text", ["--gradient_accumulation_steps", "0"], r"gradient_accumulation_steps=0: it must be 1 or more"),
-        ("text", ["--dataloader_num_workers", "-1"], r"dataloader_num_workers=-1: it must be 0 or more"),
-        ("text", ["--lora_r", "0"], r"lora_r=0: it must be 1 or more"),
-        ("text", ["--max_steps", "0"], r"max_steps=0, num_train_epochs=3.0: nothing would be trained"),
-        ("text", ["--max_steps", "-1", "--num_train_epochs", "0"], r"num_train_epochs=0.0: nothing would be trained"),
-        (
-            "text",
-            ["--lora_target_modules", "query", "key"],
-            r"\['query', 'key'\] matches no layer(.|\n)*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        ),
-        ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
-        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, but nothing can be pushed(.|\n)*`hf auth login`"),
-        ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
-        # The first without the package, the second with it.
-        ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
-        ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
-        ("alpaca", [], r"Pass --columns 'prompt={instruction}\\n{input}\\n' 'completion={output}' to"),
-        ("questions", [], r'dataset.map\(lambda row: {"prompt": "{question}\\n".format\(\*\*row\), "completion"'),
-        ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
-        ("alpaca", ["--columns", "prompt={", "completion={output}"], r"Write a brace that is text twice"),
-        ("alpaca", ["--columns", "prompt"], r"a template is NAME=TEMPLATE"),
-        ("text", ["--test_split_size", "0.2"], r"holds documents out, but eval_strategy='no' never evaluates them"),
-        ("text", ["--test_split_size", "99", "--eval_strategy", "epoch"], r"test_split_size=99.0 cannot split 24 doc"),
-        (
-            "text",
-            ["--test_split_size", "0.2", "--eval_strategy", "epoch", "--dataset_streaming", "true"],
-            r"test_split_size=0.2 cannot split a stream",
-        ),
-        ("pairs", ["--trainer", "dpo", "--preview", "true"], r"only --trainer sft has"),
-        ("answers", GRPO, r"no reward is named(.|\n)*--reward_funcs MODULE.FUNCTION"),
-        ("answers", [*GRPO, "--reward_funcs", "brevity"], r"no reward function 'brevity'(.|\n)*accuracy_reward"),
-        ("answers", [*GRPO, "--reward_funcs", "rewards.none"], r"cannot import 'rewards.none'(.|\n)*no attribute"),
-        ("answers", [*GRPO, "--reward_funcs", "nowhere.none"], r"cannot import 'nowhere.none'(.|\n)*No module named"),
-        ("text", [*GRPO, "--reward_funcs", "rewards.brevity"], r"wanted: 'prompt'"),
-        (
-            "answers",
-            [*GRPO, "--reward_funcs", "rewards.brevity", "--dataset_streaming", "true"],
-            r"train dataset is a stream. TRL's GRPOTrainer cannot train on streams",
-        ),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize(("data", "more", "said"), [
+    ("chat", [], r"holds conversations, but the tokenizer has no chat template(.|\n)*chat_template_path"),
+    ("chat_pairs", ["--trainer", "dpo"], r"no chat template(.|\n)*Set tokenizer.chat_template"),
+    ("chat", ["--chat_template_path", "none.jinja"], r"chat_template_path=none.jinja: there is no such file"),
+    ("empty_chat", [], r"has no message in 'messages'"),
+    ("text", ["--attn_implementation", "flash_attention_2"], r"cannot run here\.\n  - flash-attn (.|\n)*Drop it"),
+    ("text", ["--attn_implementation", "flashy"], r'ValueError of transformers: .*"flashy"` is not supported'),
+    ("answers", ["--trainer", "dpo"], r"wanted: 'chosen' and 'rejected'\nFor 'prompt' .*--trainer sft"),
+    ("answers", ["--trainer", "reward"], r"wanted: 'chosen' and 'rejected'\nFor 'prompt'"),
+    ("answers", ["--trainer", "kto"], r"wanted: 'prompt' and 'completion' and 'label', or 'chosen' and"),
+    ("text", ["--trainer", "dpo"], r"columns \['text'\]; PackedDPOTrainer cannot train on them"),
+    ("pairs", [], r"To train on pairs, use --trainer dpo or reward"),
+    ("text", ["--per_device_train_batch_size", "0"], r"per_device_train_batch_size=0: it must be 1 or more"),
+    ("text", ["--per_device_eval_batch_size", "-1"], r"per_device_eval_batch_size=-1: it must be 1 or more"),
+    ("text", ["--gradient_accumulation_steps", "0"], r"gradient_accumulation_steps=0: it must be 1 or more"),
+    ("text", ["--dataloader_num_workers", "-1"], r"dataloader_num_workers=-1: it must be 0 or more"),
+    ("text", ["--lora_r", "0"], r"lora_r=0: it must be 1 or more"),
+    ("text", ["--max_steps", "0"], r"max_steps=0, num_train_epochs=3.0: nothing would be trained"),
+    ("text", ["--max_steps", "-1", "--num_train_epochs", "0"], r"num_train_epochs=0.0: nothing would be trained"),
+    ("text", ["--lora_target_modules", "query", "key"],
+     r"\['query', 'key'\] matches no layer(.|\n)*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
+    ("text", ["--push_to_hub", "true"], r"push_to_hub=True, but nothing can be pushed(.|\n)*`hf auth login`"),
+    ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
+    # The first without the package, the second with it.
+    ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
+    ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
+    ("alpaca", [], r"Pass --columns 'prompt={instruction}\\n{input}\\n' 'completion={output}' to"),
+    ("questions", [], r'dataset.map\(lambda row: {"prompt": "{question}\\n".format\(\*\*row\), "completion"'),
+    ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
+    ("alpaca", ["--columns", "prompt={", "completion={output}"], r"Write a brace that is text twice"),
+    ("alpaca", ["--columns", "prompt"], r"a template is NAME=TEMPLATE"),
+    ("text", ["--test_split_size", "0.2"], r"holds documents out, but eval_strategy='no' never evaluates them"),
+    ("text", ["--test_split_size", "99", "--eval_strategy", "epoch"], r"test_split_size=99.0 cannot split 24 doc"),
+    ("text", ["--test_split_size", "0.2", "--eval_strategy", "epoch", "--dataset_streaming", "true"],
+     r"test_split_size=0.2 cannot split a stream"),
+    ("pairs", ["--trainer", "dpo", "--preview", "true"], r"only --trainer sft has"),
+    ("answers", GRPO, r"no reward is named(.|\n)*--reward_funcs MODULE.FUNCTION"),
+    ("answers", [*GRPO, "--reward_funcs", "brevity"], r"no reward function 'brevity'(.|\n)*accuracy_reward"),
+    ("answers", [*GRPO, "--reward_funcs", "rewards.none"], r"cannot import 'rewards.none'(.|\n)*no attribute"),
+    ("answers", [*GRPO, "--reward_funcs", "nowhere.none"], r"cannot import 'nowhere.none'(.|\n)*No module named"),
+    ("text", [*GRPO, "--reward_funcs", "rewards.brevity"], r"wanted: 'prompt'"),
+    ("answers", [*GRPO, "--reward_funcs", "rewards.brevity", "--dataset_streaming", "true"],
+     r"train dataset is a stream. TRL's GRPOTrainer cannot train on streams"),
+])  # fmt: skip
+def test_a_mistake_is_one_message(data, more, said, monkeypatch, capsys):
     monkeypatch.setattr("trl_packfa.trainers.common.preflight.is_flash_attn_2_available", lambda: False)
     assert train(data, *more) == 1
     error = capsys.readouterr().err
@@ -118,26 +110,21 @@ def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("model", ["no_tokenizer", "no_processor"])
-def test_a_folder_without_tokenizer_or_processor(model, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_a_folder_without_tokenizer_or_processor(model, capsys):
     assert train("text", model=model) == 1
     said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the missing files into the folder"
     assert re.search(said, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--model_name_or_path", "../basee"], r"there is no such folder\n"),
-        (["--model_name_or_path", "./bas"], r"there is no such folder; did you mean base\?"),
-        (["--model_name_or_path", "a/b/c"], r"there is no such folder\n"),
-        (["--model_name_or_path", "owner/name"], r"there is no such folder, and as a name on the Hub: "),
-        (["--dataset_name", "./texts.jsonl"], r"there is no such file; did you mean text.jsonl\?"),
-        (["--dataset_name", "/none/data"], r"there is no such folder\n"),
-    ],
-)
-def test_a_path_that_leads_nowhere_is_called_so(argv, said, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--model_name_or_path", "../basee"], r"there is no such folder\n"),
+    (["--model_name_or_path", "./bas"], r"there is no such folder; did you mean base\?"),
+    (["--model_name_or_path", "a/b/c"], r"there is no such folder\n"),
+    (["--model_name_or_path", "owner/name"], r"there is no such folder, and as a name on the Hub: "),
+    (["--dataset_name", "./texts.jsonl"], r"there is no such file; did you mean text.jsonl\?"),
+    (["--dataset_name", "/none/data"], r"there is no such folder\n"),
+])  # fmt: skip
+def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys):
     assert train("text", *argv) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Repo id" not in error
@@ -145,8 +132,7 @@ def test_a_path_that_leads_nowhere_is_called_so(argv, said, folder, monkeypatch,
         assert main(["check", argv[1]]) == 1 and re.search(said, capsys.readouterr().err)
 
 
-def test_an_adapter_that_is_none(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_an_adapter_that_is_none(capsys):
     assert main(["check", "base", "--adapter", "./none"]) == 1
     assert "cannot load the model './none'.\n  - there is no such folder\n" in capsys.readouterr().err
 
@@ -162,9 +148,8 @@ def test_a_fault_of_the_code_keeps_its_traceback(monkeypatch):
         main(["train"])
 
 
-def test_the_suggested_columns_train(folder, monkeypatch, capsys):
+def test_the_suggested_columns_train(monkeypatch, capsys):
     """As they are printed, and a missing input is empty text."""
-    monkeypatch.chdir(folder)
     assert train("alpaca") == 1
     words = re.findall(r"'([^']*=[^']*)'", capsys.readouterr().err)
     assert words == [r"prompt={instruction}\n{input}\n", "completion={output}"]
@@ -175,9 +160,7 @@ def test_the_suggested_columns_train(folder, monkeypatch, capsys):
     assert "document 1, 6 tokens, 3 trained:  5 6 7 [[8 9 </s>]]" in capsys.readouterr().out
 
 
-def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-
+def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(tmp_path, monkeypatch, capsys):
     class Interrupted(script.PackedSFTTrainer):
         def log(self, logs, start_time=None):
             if self.state.global_step == stops_at:
@@ -204,8 +187,7 @@ def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, 
     assert re.match(r".* has checkpoints of an earlier run, the last is checkpoint-4. This run starts from zero", said)
 
 
-def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_a_share_of_one_file_is_evaluated(tmp_path, monkeypatch, capsys):
     held_out = ["--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "2"]
     trainers = built_trainers(monkeypatch)
     for _ in range(2):
@@ -220,8 +202,7 @@ def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
-def test_against_a_reward_by_its_dotted_name(trainer, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_against_a_reward_by_its_dotted_name(trainer, tmp_path, monkeypatch, capsys):
     trainers = built_trainers(monkeypatch)
     argv = [*GRPO, "--reward_funcs", "rewards.brevity", "--max_completion_length", "4", "--output_dir", str(tmp_path)]
     argv += ["--trainer", trainer, "--save_strategy", "steps", "--save_steps", "1"]

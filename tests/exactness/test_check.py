@@ -22,9 +22,7 @@ from trl_packfa.patching.inspect import get_patch
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_exact_models_pass(architecture, dtype):
     report = check(patch(tiny.model(architecture).to(dtype)))
-    assert report.verdict == "exact", str(report)
-    assert report.isolation == 0.0
-    assert report.control > 1e-2
+    assert report.verdict == "exact" and report.isolation == 0.0 and report.control > 1e-2, str(report)
     report.require_exact()
 
 
@@ -45,10 +43,8 @@ def test_the_model_is_checked_as_it_will_train():
     model = patch(get_peft_model(tiny.model(), LoraConfig(target_modules="all-linear")))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     compiled = torch.compile(model.train(), backend="eager")
-    runs = []
-    model.base_model.model.model.layers[0].input_layernorm.register_forward_hook(
-        lambda *_: runs.append(torch.is_grad_enabled())
-    )
+    runs, norm = [], model.base_model.model.model.layers[0].input_layernorm
+    norm.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     report = check(compiled)
     assert report.verdict == "exact", str(report)
     assert report.training == "LORA, 29696 parameters train, gradient checkpointing, compiled"
@@ -202,11 +198,9 @@ def test_a_difference_near_its_limit_is_compared_with_the_rounding_of_both_ways(
     def measured(subject, way, expected):
         ways.append(way)
         noise = rounding(subject, way, expected)
-        of_reference = way is not ways[0]
-        return noise._replace(
-            layers={key: value * (by if of_reference else 1) for key, value in noise.layers.items()},
-            gradients=[value * (by if of_reference else 1) for value in noise.gradients],
-        )
+        factor = 1 if way is ways[0] else by  # of the reference
+        layers = {key: value * factor for key, value in noise.layers.items()}
+        return noise._replace(layers=layers, gradients=[value * factor for value in noise.gradients])
 
     monkeypatch.setattr(SdpaBackend, "__call__", lambda self, *given: attend(self, *given) * (1 + 1.5e-4))
     monkeypatch.setattr(engine, "_rounding", measured)

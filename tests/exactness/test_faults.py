@@ -60,12 +60,8 @@ def rope_not_restarted(model):
         if layout is not None:
             # Rotation is relative: positions that run on along the row would change nothing, at another speed they do.
             positions, rotary = torch.arange(layout.row_length).expand(layout.rows, -1) // 2, model.model.rotary_emb
-            kwargs = {
-                **kwargs,
-                "position_embeddings": type(rotary).forward(
-                    rotary, args[0] if args else kwargs["hidden_states"], positions
-                ),
-            }
+            hidden = args[0] if args else kwargs["hidden_states"]
+            kwargs = {**kwargs, "position_embeddings": type(rotary).forward(rotary, hidden, positions)}
         return override(*args, **kwargs)
 
     return wrap(model, LAYER, fault)
@@ -155,8 +151,7 @@ def test_a_mixer_left_unpatched_is_caught_and_named(model_type):
     name, mixer = mixer_of(model)
     del mixer.forward
     report = check(model)
-    assert report.verdict == "leak", str(report)
-    assert name in report.first_leak
+    assert report.verdict == "leak" and name in report.first_leak, str(report)
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba"])
@@ -176,8 +171,7 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
 
     mixer.forward = carried
     report = check(model)
-    assert report.verdict == "leak", str(report)
-    assert name in report.first_leak
+    assert report.verdict == "leak" and name in report.first_leak, str(report)
 
 
 def test_the_reference_backend_tells_a_kernel_from_a_patch(monkeypatch):

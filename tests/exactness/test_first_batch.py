@@ -1,13 +1,11 @@
 """The first batch of a training is proven as it comes: what only real documents or the real collator bring is seen."""
 
-from contextlib import nullcontext
-
 import pytest
 import tiny
 import torch
 from faults import wrap
 from selection import in_full
-from training import arguments, losses, packed_trainer
+from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
 from trl_packfa.errors import ContaminationError
@@ -42,24 +40,19 @@ def test_a_leak_that_only_the_first_batch_shows_stops_the_training(options, tmp_
     assert "packing=False" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bf16": True}, {"packing_strategy": "minibatch"}], ids=["fp32", "bf16", "mini"]
-)
+STRATEGY = {"packing_strategy": "minibatch"}
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, STRATEGY], ids=["fp32", "bf16", "mini"])
 def test_an_exact_first_batch_is_in_the_report(options, tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, **options))
-    trainer.train()
-    report = trainer.exactness
-    assert report.tokens == "known"
-    assert report.first_batch <= report.first_batch_allowed
+    report = trained(packed_trainer(arguments(out=tmp_path, **options))).exactness
+    assert report.tokens == "known" and report.first_batch <= report.first_batch_allowed
     assert report.to_dict()["first_batch"] == report.first_batch
 
 
 def test_the_proof_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
-    found = []
-    for check_packing in (True, False):
-        trainer = packed_trainer(arguments(out=tmp_path / str(check_packing), check_packing=check_packing))
-        trainer.train()
-        found.append(losses(trainer))
+    found = [losses(trained(packed_trainer(arguments(out=tmp_path / str(checks), check_packing=checks))))
+             for checks in (True, False)]  # fmt: skip
     assert found[0] == found[1]
 
 
@@ -88,9 +81,8 @@ class TooLargeBeyond40(torch.autograd.Function):
 def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path, monkeypatch):
     """The proof's documents, and the few tokens by which a head is chosen, are right."""
     own = TrainedHead._scores
-    monkeypatch.setattr(
-        TrainedHead, "_scores", lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)
-    )
+    wrong = lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)  # noqa: E731
+    monkeypatch.setattr(TrainedHead, "_scores", wrong)
     adapter = {"peft_config": None} if options.get("use_peft") is False else {}
     trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
     with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
@@ -116,5 +108,4 @@ def test_a_batch_without_boundaries_or_without_labels_proves_nothing(tmp_path):
     ids = torch.arange(3, 12)[None]
     assert check_batch(trainer.model, {"input_ids": ids, "labels": ids}) is None
     batch = trainer.data_collator([{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 2)
-    with nullcontext():
-        assert check_batch(trainer.model, batch) is None
+    assert check_batch(trainer.model, batch) is None

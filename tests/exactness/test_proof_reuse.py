@@ -8,9 +8,10 @@ import sys
 import pytest
 import tiny
 import torch
+from calls import watched
 from selection import in_full
 from tiny_models import small_model
-from training import arguments, losses, packed_trainer
+from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa import api, patch
 from trl_packfa.exactness import proof_identity, reusable_proof, reuse
@@ -20,43 +21,31 @@ from trl_packfa.trainers.sft import exactness_gate as proving
 
 @pytest.fixture
 def checks(monkeypatch):
-    """How often the check has run."""
-    count, check = [], proving.check
-
-    def counted(*args, **kwargs):
-        count.append(1)
-        return check(*args, **kwargs)
-
-    monkeypatch.setattr(proving, "check", counted)
-    return count
+    return watched(monkeypatch, proving, "check")
 
 
-def trained(folder, *, resume=None, **options):
-    trainer = packed_trainer(arguments(out=folder, save_strategy="steps", save_steps=2, max_steps=4, **options))
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def run(folder, *, resume=None, **options):
+    args = arguments(out=folder, save_strategy="steps", save_steps=2, max_steps=4, **options)
+    return trained(packed_trainer(args), resume_from_checkpoint=resume)
 
 
 def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
-    whole = trained(tmp_path)
-    resumed = trained(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    whole = run(tmp_path)
+    resumed = run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
     assert len(checks) == 1 and resumed.exactness.verdict == "exact"
     assert resumed.exactness.identity == whole.exactness.identity
     assert resumed.exactness.first_batch is not None  # its own first batch is
     assert losses(resumed) == losses(whole)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bf16": True},
-        {"attention_backend": "reference"},
-        *in_full({"gradient_checkpointing": True}, {"fused_lora": False}),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"bf16": True},
+    {"attention_backend": "reference"},
+    *in_full({"gradient_checkpointing": True}, {"fused_lora": False}),
+])  # fmt: skip
 def test_what_has_changed_is_proven(tmp_path, checks, change):
     """The control: one thing at a time."""
-    trained(tmp_path)
+    run(tmp_path)
     trainer = packed_trainer(arguments(out=tmp_path, **change))
     trainer.prove(str(tmp_path / "checkpoint-2"))
     assert len(checks) == 2
@@ -65,18 +54,13 @@ def test_what_has_changed_is_proven(tmp_path, checks, change):
 @pytest.mark.slow
 def test_another_process_has_the_same_identity():
     """PEFT keeps target modules in a set, which has another order in every process."""
-    lines = (
-        "import tiny; from peft import get_peft_model; from training import lora_config; from trl_packfa import patch"
-    )
-    lines += "; from trl_packfa.exactness import proof_identity"
+    lines = "import tiny; from peft import get_peft_model; from training import lora_config"
+    lines += "; from trl_packfa import patch; from trl_packfa.exactness import proof_identity"
     lines += "; print(proof_identity(patch(get_peft_model(tiny.model(layers=1), lora_config()))))"
-    found = set()
+    command, found = [sys.executable, "-c", lines], set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=True
-        )
-        found.add(done.stdout.splitlines()[-1])
+        found.add(subprocess.check_output(command, env=environment, text=True).splitlines()[-1])
     assert len(found) == 1
 
 
@@ -114,7 +98,7 @@ def test_code_of_the_package_and_of_the_patches_counts(tmp_path, monkeypatch):
 
 
 def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
-    trainer = trained(tmp_path)
+    trainer = run(tmp_path)
     path, identity = tmp_path / "checkpoint-2" / "exactness_report.json", trainer.exactness.identity
     written = json.loads(path.read_text())
     assert reusable_proof(path.parent, identity) is not None
@@ -137,16 +121,8 @@ def proofs(monkeypatch):
     """How often a model is checked, by `patch` and by the trainer, where the code was never measured."""
     count, check = [], api.check
     monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
-
-    def counted(by):
-        def run(*args, **kwargs):
-            count.append(by)
-            return check(*args, **kwargs)
-
-        return run
-
-    monkeypatch.setattr(api, "check", counted("patch"))
-    monkeypatch.setattr(proving, "check", counted("trainer"))
+    for by, module in (("patch", api), ("trainer", proving)):
+        monkeypatch.setattr(module, "check", lambda *args, by=by, **given: count.append(by) or check(*args, **given))
     return count
 
 
@@ -161,6 +137,5 @@ def test_a_trainer_takes_the_proof_that_patch_had_to_make(options, tmp_path, pro
 def test_what_patch_proved_of_another_model_is_no_proof(tmp_path, proofs):
     """The controls: another dtype of what computes, and an adapter that came later."""
     model = patch(tiny.model(layers=2))
-    trainer = packed_trainer(arguments(out=tmp_path), model=model)
-    trainer.train()
+    trained(packed_trainer(arguments(out=tmp_path), model=model))
     assert proofs[0] == "patch" and proofs[-1] in ("patch", "trainer") and len(proofs) == 2

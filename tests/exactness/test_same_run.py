@@ -5,44 +5,42 @@ import json
 import pytest
 import tiny
 from datasets import Dataset
-from training import SAVING, arguments, dataset, packed_trainer, rows
+from training import SAVING, arguments, dataset, packed_trainer, rows, trained
 
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.common.checkpoint_files import MANIFEST, write_manifest
 
 
-def run_then_resume(tmp_path, *, change_data=None, change_tokenizer=None, **options):
-    first = packed_trainer(arguments(out=tmp_path, **SAVING))
-    first.train()
-    changes = {}
-    if change_data is not None:
-        changes["train_dataset"] = change_data
-    if change_tokenizer is not None:
-        changes["processing_class"] = change_tokenizer
-    second = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}, **options), **changes)
-    second.train(resume_from_checkpoint=True)
-    return second
+def resumed(out, changes=None, **options):
+    second = packed_trainer(arguments(out=out, **{**SAVING, "max_steps": 6}, **options), **(changes or {}))
+    return trained(second, resume_from_checkpoint=True)
+
+
+def run_then_resume(out, changes=None, **options):
+    packed_trainer(arguments(out=out, **SAVING)).train()
+    return resumed(out, changes, **options)
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match=r"from a run on other data\.\n  - training documents then: 48 documents"):
-        run_then_resume(tmp_path, change_data=dataset(40))
+        run_then_resume(tmp_path, {"train_dataset": dataset(40)})
 
 
 def test_the_same_lengths_with_other_words_are_refused(tmp_path):
     other = [{**row, "prompt": row["prompt"].replace("7", "8")} for row in rows()]
     with pytest.raises(InvalidConfig, match="training documents then: 48 documents"):
-        run_then_resume(tmp_path, change_data=Dataset.from_list(other))
+        run_then_resume(tmp_path, {"train_dataset": Dataset.from_list(other)})
 
 
 def test_another_tokenizer_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="tokenizer then: 86 tokens"):
-        run_then_resume(tmp_path, change_tokenizer=tiny.tokenizer(words=["one", "more"]))
+        run_then_resume(tmp_path, {"processing_class": tiny.tokenizer(words=["one", "more"])})
 
 
 def test_the_same_run_resumes_and_a_new_epoch_may_have_other_data(tmp_path):
     assert run_then_resume(tmp_path / "same").state.global_step == 6
-    assert run_then_resume(tmp_path / "new", change_data=dataset(40), ignore_data_skip=True).state.global_step == 6
+    other = {"train_dataset": dataset(40)}
+    assert run_then_resume(tmp_path / "new", other, ignore_data_skip=True).state.global_step == 6
 
 
 def test_another_version_is_named(tmp_path, caplog):
@@ -50,8 +48,7 @@ def test_another_version_is_named(tmp_path, caplog):
     path = tmp_path / "checkpoint-4" / "packing_progress.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.1"}))
     write_manifest(path.parent)
-    resumed = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
-    resumed.train(resume_from_checkpoint=True)
+    resumed(tmp_path)
     assert "written by version 0.0.1" in caplog.text
 
 

@@ -110,13 +110,15 @@ def test_a_gradient_that_is_nan_without_pads_alone_is_not_exact(monkeypatch):
     assert report.verdict != "exact", str(report)
 
 
-def test_a_model_without_power_is_said_to_have_none():
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_model_without_power_is_said_to_have_none(shared):
     model = tiny.model(layers=1)
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             torch.nn.init.zeros_(parameter)
-    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
-    assert check_unpadding(model).verdict == "no power"
+    apply_patch(model, get_patch(model), PatchOptions(unpad=True, share_prefixes=shared))
+    report = check_unpadding(model)
+    assert (report.sharing if shared else report).verdict == "no power"
 
 
 def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measurements():
@@ -137,19 +139,23 @@ def test_negative_control_frequencies_of_other_documents_are_found(fault, monkey
     if fault == "remembers":
         monkeypatch.setattr(sys.modules["trl_packfa.exactness.quiet"], "fresh_frequencies", nullcontext)
     else:
-        monkeypatch.setattr(
-            RotaryOverride, "__call__", lambda self, *args, **options: self.call_original(*args, **options)
-        )
+        plain = lambda self, *args, **options: self.call_original(*args, **options)  # noqa: E731
+        monkeypatch.setattr(RotaryOverride, "__call__", plain)
     assert check(patch(tiny.model("llama-dynamic", layers=2))).verdict == "differs"
 
 
-def test_the_check_leaves_no_trace():
-    model = patch(tiny.model(layers=2), unpad=True)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_check_leaves_no_trace(shared):
+    model = patch(tiny.model(layers=2), unpad=True, share_prefixes=shared)
     counted, state = vars(find_state(model).unpadding).copy(), torch.get_rng_state()
     check_unpadding(model)
     assert vars(find_state(model).unpadding) == counted and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
-    assert "unpadding" in check(model).to_dict()
+    report = check(model)
+    assert report.is_exact and "unpadding" in report.to_dict()
+    if shared:
+        assert report.to_dict()["unpadding"]["sharing"]["control"] > 0.1
+        assert [row["verdict"] for row in report.rows()][-2:] == ["sharing", ""]
 
 
 def test_only_what_is_patched_so_is_measured():

@@ -12,6 +12,7 @@ import torch
 from tiny import LENGTHS, documents
 from tiny_models import small_model
 from tolerance import assert_recomputed, assert_trajectory, differs
+from training import trained
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import trl_packfa
@@ -56,8 +57,7 @@ class AxolotlsManager:
         plugin.register(cfg)
         assert plugin.get_input_args() is None and plugin.get_training_args_mixin() is None
         assert [*plugin.get_adapter_capabilities()] == [] and not plugin.get_lora_config_kwargs(cfg)
-        for hook in (plugin.pre_model_load,):
-            hook(cfg)
+        plugin.pre_model_load(cfg)
         for hook in (plugin.post_model_build, plugin.pre_lora_load, plugin.post_lora_load, plugin.post_model_load):
             hook(cfg, model)
         assert plugin.get_trainer_cls(cfg) is None and plugin.create_optimizer(cfg, None) is None
@@ -73,9 +73,8 @@ def test_axolotl():
     collator, options = manager.load(model)
     tokenizer = SimpleNamespace(pad_token_id=0)
     rows = examples(attention_mask=[1], length=7)
-    made = collator(tokenizer, padding=True, return_tensors="pt", pad_to_multiple_of=64, **options)(
-        [rows[:3], rows[3:]]
-    )
+    to_64 = collator(tokenizer, padding=True, return_tensors="pt", pad_to_multiple_of=64, **options)
+    made = to_64([rows[:3], rows[3:]])
     assert made["input_ids"].shape == (1, 128) and "attention_mask" not in made and "cu_seq_lens_q" in made
     assert_packs(model, collator(tokenizer, **options)([rows]))
     assert PackfaPlugin().get_collator_cls_and_kwargs({"eval_sample_packing": False}, is_eval=True) is None
@@ -87,12 +86,11 @@ def test_axolotl():
 
 def load_by_path(monkeypatch, callbacks_map):
     """Import the file as ms-swift 4.6 imports an external plugin."""
-    swift = ModuleType("swift")
     callbacks = ModuleType("swift.callbacks")
     if callbacks_map is not None:
         callbacks.callbacks_map = callbacks_map
-    monkeypatch.setitem(sys.modules, "swift", swift)
-    monkeypatch.setitem(sys.modules, "swift.callbacks", callbacks)
+    for module in (ModuleType("swift"), callbacks):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     spec = importlib.util.spec_from_file_location("external", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -106,14 +104,12 @@ class SwiftsTemplate:
 
     def data_collator(self, batch):
         assert self.padding_free
-        ids = torch.tensor([[token for row in batch for token in row["input_ids"]]])
-        positions = torch.tensor([[i for row in batch for i in range(len(row["input_ids"]))]])
-        labels = [[-100, *row["labels"][1:]] for row in batch]
-        return {
-            "input_ids": ids,
-            "labels": torch.tensor([[label for row in labels for label in row]]),
-            "position_ids": positions,
+        row = {
+            "input_ids": [token for row in batch for token in row["input_ids"]],
+            "labels": [label for row in batch for label in (-100, *row["labels"][1:])],
+            "position_ids": [i for row in batch for i in range(len(row["input_ids"]))],
         }
+        return {name: torch.tensor([values]) for name, values in row.items()}
 
 
 def test_ms_swift(monkeypatch):
@@ -196,19 +192,17 @@ def train(tmp_path, model, collator, **options):
         report_to=[], save_strategy="no", use_cpu=True, lr_scheduler_type="constant",
     )  # fmt: skip
     rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for seed in range(6) for ids in documents(seed=seed)]
-    trainer = Trainer(model, args, data_collator=collator, train_dataset=rows, **options)
-    trainer.train()
+    trainer = trained(Trainer(model, args, data_collator=collator, train_dataset=rows, **options))
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def test_a_plain_trainer(tmp_path, caplog):
     def pad(batch):
         width = max(len(row["input_ids"]) for row in batch)
-        fill = [width - len(row["input_ids"]) for row in batch]
-        ids = torch.tensor([row["input_ids"] + [0] * n for row, n in zip(batch, fill, strict=True)])
-        labels = torch.tensor([row["labels"] + [-100] * n for row, n in zip(batch, fill, strict=True)])
-        mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * n for row, n in zip(batch, fill, strict=True)])
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in batch]
+        pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {name: torch.tensor([row[name] + [pad] * (width - len(row[name])) for row in rows])
+                for name, pad in pads.items()}  # fmt: skip
 
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     with caplog.at_level(logging.INFO, "trl_packfa"):

@@ -9,10 +9,10 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from tiny_models import small_model
 from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_trajectory, differs
-from training import FORMATS, arguments, losses, packed_trainer, padded_trainer
+from training import FORMATS, arguments, losses, packed_trainer, padded_trainer, trained
 from trl import SFTConfig
 
-from trl_packfa import PackedLayout, patch, unpatch
+from trl_packfa import PackedLayout, PackedSFTConfig, patch, unpatch
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.kernels.lora.activated import activated_tokens
 from trl_packfa.runtime.override import override_in
@@ -182,15 +182,15 @@ def test_one_added_after_patching_is_an_error_until_patched_again(fused_lora):
     packed(model, docs)
     model.add_adapter("late", config())
     model.set_adapter("late")
-    with pytest.raises(PackingError, match=r"(?s)'late' was added after.*patch\(model\) again"):
-        packed(model, docs)
-    expected = alone(model, docs)
-    assert_float32(packed(patch(model), docs), expected.double())
+    assert_an_error_until_patched_again(model, "late", docs)
 
 
 def test_a_model_that_was_patched_before_it_was_wrapped_is_an_error_until_patched_again():
-    model, docs = adapted(patch(tiny.model(layers=2))), documents()
-    with pytest.raises(PackingError, match=r"(?s)'default' was added after.*patch\(model\) again"):
+    assert_an_error_until_patched_again(adapted(patch(tiny.model(layers=2))), "default", documents())
+
+
+def assert_an_error_until_patched_again(model, name, docs):
+    with pytest.raises(PackingError, match=rf"(?s)'{name}' was added after.*patch\(model\) again"):
         packed(model, docs)
     expected = alone(model, docs)
     assert_float32(packed(patch(model), docs), expected.double())
@@ -220,9 +220,7 @@ def test_a_layout_that_is_sent_twice_keeps_no_tokens():
     batch = tiny.batch(docs)
     packed(model, docs)
     model(**batch)
-    assert not any(
-        isinstance(kept, torch.Tensor) and kept is batch["input_ids"] for kept in batch["packed_layout"].memo.values()
-    )
+    assert not any(kept is batch["input_ids"] for kept in batch["packed_layout"].memo.values())
     other = {**batch, "input_ids": batch["input_ids"].flip(1)}
     assert torch.equal(model(**other).logits, model(**other).logits)
 
@@ -233,12 +231,10 @@ def test_trains_as_trl_does_padded(checkpointing):
     data = Dataset.from_list(FORMATS["messages"])
     options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": checkpointing, "max_steps": 3}
 
-    def peft_config():
-        return config(alora_invocation_tokens=[5], init_lora_weights=True)
-
-    ours = packed_trainer(arguments(**options), train_dataset=data, peft_config=peft_config())
-    ours.train()
+    ours, theirs = (
+        trained(make(arguments(cls, **options), train_dataset=data,
+                     peft_config=config(alora_invocation_tokens=[5], init_lora_weights=True)))
+        for make, cls in ((packed_trainer, PackedSFTConfig), (padded_trainer, SFTConfig))
+    )  # fmt: skip
     assert ours.exactness is not None and ours.exactness.verdict == "exact"
-    theirs = padded_trainer(arguments(SFTConfig, **options), train_dataset=data, peft_config=peft_config())
-    theirs.train()
     assert_trajectory(losses(ours), losses(theirs))

@@ -94,9 +94,7 @@ CHANGES = {
     "a forward on the dropout": lambda m: setattr(query(m).lora_dropout["default"], "forward", lambda x: x),
     "another dict of scalings": lambda m: setattr(query(m), "scaling", {"default": 7.0}),
     "another dict of variants": lambda m: setattr(query(m), "lora_variant", {"default": object()}),
-    "another container": lambda m: setattr(
-        query(m), "lora_B", nn.ModuleDict({"default": nn.Linear(4, 64, bias=False)})
-    ),
+    "another container": lambda m: setattr(query(m), "lora_B", nn.ModuleDict({"default": nn.Linear(4, 64, False)})),
     "accelerate's hook on the base": lambda m: setattr(query(m).base_layer, "_hf_hook", object()),
     "compiled in place": lambda m: query(m).lora_A["default"].compile(backend="eager"),
 }

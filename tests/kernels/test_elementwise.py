@@ -3,13 +3,7 @@
 import pytest
 import tiny
 import torch
-from tolerance import (
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
-    assert_float32,
-    assert_low_precision,
-    differs,
-)
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb

@@ -3,18 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import tolerance
 import torch
 from test_head import assert_scores, batch, model_without_labels, with_heads
-from tolerance import (
-    assert_float32,
-    assert_gradients,
-    assert_low_precision,
-    assert_recomputed,
-    assert_trajectory,
-    differs,
-)
+from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_recomputed, differs
 from torch.utils.flop_counter import FlopCounterMode
-from training import arguments, lora_config, losses, packed_trainer
+from training import arguments, lora_config, losses, packed_trainer, trained
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
 from trl_packfa.kernels.lm_head import frozen
@@ -93,8 +87,7 @@ def test_it_is_multiplied_twice():
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
     """Entropy and top-1 of steps that are not logged, slopes of an evaluation."""
-    asked = []
-    kernels = scoring_kernels()
+    asked, kernels = [], scoring_kernels()
     spy = kernels._replace(
         fold_in_torch=lambda *args, **options: asked.append(options) or kernels.fold_in_torch(*args, **options),
         slope_in_torch=lambda *args, **options: asked.append("slope") or kernels.slope_in_torch(*args, **options),
@@ -161,11 +154,10 @@ def test_a_run_is_the_run_with_trls_head(monkeypatch, tmp_path):
     for kind in (FrozenHead, None):
         monkeypatch.setattr(lm_head, "_cheapest", lambda model, kind=kind: kind)
         args = arguments(out=tmp_path / str(kind), logging_steps=1, max_steps=4)
-        trainer = packed_trainer(args, peft_config=lora_config())
-        trainer.train()
+        trainer = trained(packed_trainer(args, peft_config=lora_config()))
         assert type(trainer._head.module) is (kind or type(None))
         scored.append(losses(trainer))
-    assert_trajectory(scored[0], scored[1])
+    tolerance.assert_trajectory(scored[0], scored[1])
 
 
 @pytest.mark.parametrize("change", [lambda tile, targets: None, None])

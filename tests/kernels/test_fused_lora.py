@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from calls import watched
 from operations import kept_bytes
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerance import assert_float32, assert_gradients, differs
@@ -31,12 +32,10 @@ def run(model, *, fused, context=nullcontext):
 
 
 def oracle(model):
-    """In float64, by PEFT's forward."""
     return run(copy.deepcopy(unpatch(model)).double(), fused=False)
 
 
 def by_peft(model):
-    """In the model's own dtypes."""
     return run(model, fused=False)
 
 
@@ -50,11 +49,16 @@ def assert_like_peft(model, *, truth=oracle):
     assert_gradients(grads, exact_grads)
 
 
+def assert_same(found, expected):
+    """To the bit."""
+    assert torch.equal(found[0], expected[0]) and found[1].keys() == expected[1].keys()
+    assert all(torch.equal(grad, expected[1][name]) for name, grad in found[1].items())
+
+
 def assert_left_to_peft(model, reason):
-    (expected, expected_grads), (logits, grads) = run(model, fused=False), run(model, fused=True)
+    expected, found = run(model, fused=False), run(model, fused=True)
     assert reason in describe(model)
-    assert torch.equal(logits, expected) and grads.keys() == expected_grads.keys()
-    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi", "phi3", "qwen3", "granite", "gemma2", "mistral", "bloom"])
@@ -91,15 +95,13 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
 def test_a_checkpoint_computes_no_last_product_again(use_reentrant, again, monkeypatch):
     """A layer's last product (`down_proj`) is not computed again, as no backward needs its result; the
     control is a reentrant checkpoint, which runs the whole layer."""
-    (expected, expected_grads), calls, apply = run(adapted(), fused=True), [], Layers.apply
-    monkeypatch.setattr(Layers, "apply", lambda self, *args: (calls.append(1), apply(self, *args))[1])
+    expected, calls = run(adapted(), fused=True), watched(monkeypatch, Layers, "apply")
     model = adapted()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    logits, grads = run(model, fused=True)
+    found = run(model, fused=True)
     assert len(calls) == 2 * (4 + again)
-    assert torch.equal(logits, expected) and grads.keys() == expected_grads.keys()
-    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+    assert_same(found, expected)
 
 
 def test_rows_longer_than_a_chunk(monkeypatch):
@@ -120,14 +122,11 @@ def test_int8_weights_are_left_to_peft(tmp_path):
     assert_left_to_peft(adapted(base=base), "Linear8bitLt computes its product in its own way")
 
 
-@pytest.mark.parametrize(
-    ("lora", "reason"),
-    [
-        ({"lora_dropout": 1e-9}, "lora_dropout=1e-09"),
-        ({"use_dora": True}, "a variant of LoRA (DoraLinearVariant)"),
-        ({"lora_bias": True}, "lora_bias=True"),
-    ],
-)
+@pytest.mark.parametrize(("lora", "reason"), [
+    ({"lora_dropout": 1e-9}, "lora_dropout=1e-09"),
+    ({"use_dora": True}, "a variant of LoRA (DoraLinearVariant)"),
+    ({"lora_bias": True}, "lora_bias=True"),
+])  # fmt: skip
 def test_other_kinds_of_lora_are_left_to_peft(lora, reason):
     assert_left_to_peft(adapted(**lora), reason)
 
@@ -155,15 +154,12 @@ def mark_as_in_parts(model):
         parameter.ds_shape = parameter.shape
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (two_adapters, "2 adapters active at once"),
-        (hook, "hooks on the layer"),
-        (train_bases, "the base layer is trained too"),
-        (mark_as_in_parts, "weights in parts (DeepSpeed ZeRO-3)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (two_adapters, "2 adapters active at once"),
+    (hook, "hooks on the layer"),
+    (train_bases, "the base layer is trained too"),
+    (mark_as_in_parts, "weights in parts (DeepSpeed ZeRO-3)"),
+])  # fmt: skip
 def test_states_that_are_left_to_peft(change, reason):
     model = adapted()
     change(model)
@@ -244,11 +240,9 @@ def test_compiled_models_run():
     assert_float32(compiled(**tiny.batch(tiny.documents())).logits, packed(model))
 
 
-def saved_bytes(model, fused):
-    patch(unpatch(model), fused_lora=fused)
-    return kept_bytes(model, partial(model, **tiny.batch(tiny.documents())))
-
-
 def test_fewer_activations_are_kept():
-    model = adapted()
-    assert saved_bytes(model, fused=True) < 0.8 * saved_bytes(model, fused=False)
+    model, kept = adapted(), []
+    for fused in (True, False):
+        patch(unpatch(model), fused_lora=fused)
+        kept.append(kept_bytes(model, partial(model, **tiny.batch(tiny.documents()))))
+    assert kept[0] < 0.8 * kept[1]

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from pretended import pretend
-from training import arguments, losses, packed_trainer
+from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention import AttentionArguments, get_backend
@@ -40,8 +40,7 @@ def test_the_kernel_would_refuse_what_autocast_leaves(backend, monkeypatch):
 def test_a_default_run_trains_through_it(fused_lora, tmp_path, monkeypatch):
     """TRL's dtypes; the run's own check comes first."""
     dtypes = pretend(monkeypatch, "varlen")
-    trainer = packed_trainer(arguments(out=tmp_path, bf16=True, fused_lora=fused_lora))
-    trainer.train()
+    trainer = trained(packed_trainer(arguments(out=tmp_path, bf16=True, fused_lora=fused_lora)))
     assert set(dtypes) == {torch.bfloat16}
     assert trainer.exactness.backend == "varlen"
     assert set(find_state(trainer.model).backends.resolved.values()) == {"varlen"}

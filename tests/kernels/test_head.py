@@ -5,7 +5,7 @@ import tiny
 import torch
 from tolerance import assert_float32, assert_low_precision, assert_trajectory, differs
 from torch.utils.flop_counter import FlopCounterMode
-from training import arguments, lora_config, losses, packed_trainer
+from training import arguments, logs_of, lora_config, losses, packed_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs, Transform
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked._FEWEST", 64)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(*shape, generator=generator).requires_grad_(which in (trains, "both") or trains == "both")
+        torch.randn(*shape, generator=generator).requires_grad_(trains in (which, "both"))
         for shape, which in (((150, 16), "hidden"), ((40, 16), "head"), ((40,), "head"))
     )
     labels = torch.randint(0, 40, (150,), generator=generator)
@@ -73,9 +73,8 @@ def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     if transform.softcap:
         logits = transform.softcap * torch.tanh(logits / transform.softcap)
     oracle = torch.log_softmax(logits, -1)
-    expected = torch.autograd.grad(
-        oracle.gather(-1, labels[:, None])[:, 0], [t for t in doubles if t.requires_grad], upstream.double()
-    )
+    scored, trained = oracle.gather(-1, labels[:, None])[:, 0], [t for t in doubles if t.requires_grad]
+    expected = torch.autograd.grad(scored, trained, upstream.double())
     assert_float32(entropy, -(oracle.exp() * oracle).sum(-1).detach())
     for ours, theirs in zip(actual, expected, strict=True):
         assert_float32(ours, theirs)
@@ -138,11 +137,10 @@ def test_other_calls_are_the_models_own():
 
 
 def test_a_head_that_is_wrong_is_not_taken(monkeypatch):
-    model = tiny.model("granite", layers=1)
-    add_fused_lm_head(model, outputs=("entropy", "is_top1"))
+    model, broken = (tiny.model("granite", layers=1) for _ in range(2))
+    for each in (model, broken):
+        add_fused_lm_head(each, outputs=("entropy", "is_top1"))
     assert isinstance(ensure_own_loss(model, seed=0), TrainedHead)
-    broken = tiny.model("granite", layers=1)
-    add_fused_lm_head(broken, outputs=("entropy", "is_top1"))
     by_trl = broken.forward
     monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.Transform.of", lambda config: Transform(3.0))
     assert ensure_own_loss(broken, seed=0) is None
@@ -161,12 +159,11 @@ def test_training_measures_what_is_logged(tmp_path, logging_steps):
             inner.forward = trainer._head.module.original
             trainer._head.module = None
         trainer.train()
-        logs[name] = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logs[name] = logs_of(trainer)
         scored.append(losses(trainer))
     assert_trajectory(scored[1], scored[0])
     for ours, trl in zip(logs["ours"], logs["trl"], strict=True):
         assert {"entropy", "mean_token_accuracy"} <= set(ours)
         if logging_steps == 1:
-            assert_trajectory(
-                [ours["entropy"], ours["mean_token_accuracy"]], [trl["entropy"], trl["mean_token_accuracy"]]
-            )
+            figures = [[entry["entropy"], entry["mean_token_accuracy"]] for entry in (ours, trl)]
+            assert_trajectory(*figures)

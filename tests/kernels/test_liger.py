@@ -14,7 +14,7 @@ from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
 from torch import nn
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, trained
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -170,21 +170,17 @@ def test_the_check_proves_them(lora_dropout, calls, monkeypatch):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_trainer_hands_on_the_switch(fused, calls):
-    trainer = packed_trainer(arguments(fused_kernels=fused, max_steps=1))
-    trainer.train()
+    trainer = trained(packed_trainer(arguments(fused_kernels=fused, max_steps=1)))
     assert bool(calls) == fused and trainer.exactness.is_exact
 
 
-@pytest.mark.parametrize(
-    ("version", "change", "reason"),
-    [
-        (None, {}, "not installed: pip install 'trl-packfa[kernels]'"),
-        ("0.8.4", {}, "liger-kernel 0.8.4 is older than 0.8.5"),
-        ("0.9", {"swiglu_forward": lambda gate, up: None}, "swiglu_forward takes"),
-        ("0.9", {"LigerRopeFunction": None}, "cannot be imported: AttributeError"),
-        ("0.9", {}, None),
-    ],
-)
+@pytest.mark.parametrize(("version", "change", "reason"), [
+    (None, {}, "not installed: pip install 'trl-packfa[kernels]'"),
+    ("0.8.4", {}, "liger-kernel 0.8.4 is older than 0.8.5"),
+    ("0.9", {"swiglu_forward": lambda gate, up: None}, "swiglu_forward takes"),
+    ("0.9", {"LigerRopeFunction": None}, "cannot be imported: AttributeError"),
+    ("0.9", {}, None),
+])  # fmt: skip
 def test_why_it_is_not_used(version, change, reason, monkeypatch):
     names = {name: getattr(pretended_liger, name) for name in liger._FUNCTIONS} | change
     ops = SimpleNamespace(**{name: value for name, value in names.items() if value is not None})

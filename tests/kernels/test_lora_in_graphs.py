@@ -23,7 +23,6 @@ OPERATORS_OF_A_LAYER = 4
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the operators have run."""
     counted = dict.fromkeys(("project_forward", "project_backward"), 0)
     for name in counted:
         own = getattr(in_graphs, name)

@@ -57,8 +57,6 @@ def set_forward_without_ours(module):
 
 
 class Changes(ModelHook):
-    """accelerate's kind of hook."""
-
     def post_forward(self, module, output):
         return changed(output)
 
@@ -88,8 +86,6 @@ ON_A_MODULE = {
 
 
 class Scaled(nn.Module):
-    """A parametrization."""
-
     def forward(self, weight):
         return changed(weight)
 
@@ -111,29 +107,25 @@ class Wrapped(nn.Module):
         return changed(self.inner(x))
 
 
-def wrap(container, name):
-    container[name] = Wrapped(container[name])
+def wrapped(container):
+    return {"default": Wrapped(container["default"])}
+
+
+def scale(module):
+    parametrize.register_parametrization(module, "weight", Scaled())
 
 
 class Variant:
-    """A variant of LoRA, as PEFT's."""
-
     @staticmethod
     def forward(module, *, active_adapter, x, result, **kwargs):
         return result + module.lora_B[active_adapter](module.lora_A[active_adapter](x)) * 3
 
 
 IN_A_LAYER = {
-    "parametrization of a factor": lambda layer: parametrize.register_parametrization(
-        layer.lora_A["default"], "weight", Scaled()
-    ),
-    "parametrization of the base": lambda layer: parametrize.register_parametrization(
-        layer.base_layer, "weight", Scaled()
-    ),
-    "wrapped factor": lambda layer: wrap(layer.lora_B, "default"),
-    "another container": lambda layer: setattr(
-        layer, "lora_B", nn.ModuleDict({"default": Wrapped(layer.lora_B["default"])})
-    ),
+    "parametrization of a factor": lambda layer: scale(layer.lora_A["default"]),
+    "parametrization of the base": lambda layer: scale(layer.base_layer),
+    "wrapped factor": lambda layer: layer.lora_B.update(wrapped(layer.lora_B)),
+    "another container": lambda layer: setattr(layer, "lora_B", nn.ModuleDict(wrapped(layer.lora_B))),
     "variant": lambda layer: layer.lora_variant.update(default=Variant()),
     "another dict of variants": lambda layer: setattr(layer, "lora_variant", {"default": Variant()}),
 }
@@ -235,10 +227,7 @@ def test_a_hook_that_has_been_taken_off_leaves_a_layer_fused(when, unchanged):
 @pytest.mark.parametrize("when", TIMES)
 def test_what_is_not_looked_at_is_skipped(when, part, monkeypatch):
     """Negative control: without the look at forwards, one that was set is lost."""
-
-    def change(layer):
-        set_forward(PARTS[part](layer))
-
+    change = CHANGES[f"forward on {part}"]
     theirs = result("down_proj", change, when=when, fused=False)
     for module in (decisions, projections, overrides):
         monkeypatch.setattr(module, "runs_own_forward", lambda _module: True)
@@ -250,10 +239,7 @@ def test_what_is_not_looked_at_is_skipped(when, part, monkeypatch):
 @pytest.mark.parametrize("part", PARTS)
 def test_layers_of_one_input_beside_a_changed_one_stay_right(part, when):
     """Query, key and value are multiplied together, so the others' forwards could skip the changed one's."""
-
-    def change(layer):
-        set_forward(PARTS[part](layer))
-
+    change = CHANGES[f"forward on {part}"]
     ours, theirs = (result(ATTENTION, change, when=when, fused=fused) for fused in (True, False))
     assert not same(ours, theirs), "nothing was fused"
     for mine, their in zip(ours, theirs, strict=True):

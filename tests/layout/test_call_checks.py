@@ -31,14 +31,10 @@ CONTRADICTIONS = {
     "wrong total": ({"cu_seq_lens_q": offsets(0, 4, 11)}, "describe 11 tokens, the batch has 1 x 10"),
     "wrong total in int64": ({"cu_seq_lens_q": offsets(0, 4, 9, **LONG)}, "describe 9 tokens"),
     "decreasing in int64": ({"cu_seq_lens_q": offsets(0, 6, 4, 10, **LONG)}, "must not decrease"),
-    "q unlike k in int64": (
-        {"cu_seq_lens_q": offsets(0, 4, 10, **LONG), "cu_seq_lens_k": offsets(0, 5, 10, **LONG)},
-        "differ",
-    ),
-    "positions restart elsewhere, int64": (
-        {"cu_seq_lens_q": offsets(0, 5, 10, **LONG), "position_ids": NATURAL},
-        "positions restart at token 4",
-    ),
+    "q unlike k in int64": ({"cu_seq_lens_q": offsets(0, 4, 10, **LONG), "cu_seq_lens_k": offsets(0, 5, 10, **LONG)},
+                            "differ"),
+    "positions restart elsewhere, int64": ({"cu_seq_lens_q": offsets(0, 5, 10, **LONG), "position_ids": NATURAL},
+                                           "positions restart at token 4"),
     "layout of another batch": ({"packed_layout": PackedLayout.from_lengths([4, 5])}, "describe 9 tokens, the batch"),
     "decreasing": ({"cu_seq_lens_q": offsets(0, 6, 4, 10)}, "must not decrease"),
     "not from 0": ({"cu_seq_lens_q": offsets(1, 4, 10)}, "start at 0"),
@@ -54,46 +50,32 @@ CONTRADICTIONS = {
     "k on meta": ({**FLASH, "cu_seq_lens_k": offsets(0, 4, 10, device="meta")}, "cu_seq_lens_k lie on the meta"),
     "max_length_q": ({**FLASH, "max_length_q": 5}, "max_length_q=5 is shorter than the longest document, of 6"),
     "max_length_k": ({**FLASH, "max_length_k": torch.tensor(5)}, "max_length_k=5 is shorter"),
-    "seq_idx": (
-        {**FLASH, "seq_idx": PackedLayout.from_lengths([5, 5]).document_ids()},
-        "disagree at token 4 of row 0",
-    ),
+    "seq_idx": ({**FLASH, "seq_idx": PackedLayout.from_lengths([5, 5]).document_ids()},
+                "disagree at token 4 of row 0"),
     "seq_idx of another batch": ({**FLASH, "seq_idx": IDS[:, :9]}, r"seq_idx has shape \(1, 9\)"),
     "seq_idx beside positions": ({"position_ids": NATURAL, "seq_idx": IDS}, "seq_idx and the boundaries disagree"),
-    "positions restart elsewhere": (
-        {"cu_seq_lens_q": offsets(0, 5, 10), "position_ids": NATURAL},
-        "positions restart at token 4",
-    ),
-    "positions jump inside": (
-        {**FLASH, "position_ids": positions(0, 1, 5, 6, 0, 1, 2, 3, 4, 5)},
-        "positions jump at token 2",
-    ),
+    "positions restart elsewhere": ({"cu_seq_lens_q": offsets(0, 5, 10), "position_ids": NATURAL},
+                                    "positions restart at token 4"),
+    "positions jump inside": ({**FLASH, "position_ids": positions(0, 1, 5, 6, 0, 1, 2, 3, 4, 5)},
+                              "positions jump at token 2"),
     "negative positions": ({**FLASH, "position_ids": NATURAL - 1}, "position_ids hold -1"),
     "float positions": ({**FLASH, "position_ids": NATURAL.float()}, "position_ids are torch.float32"),
     "positions of another batch": ({**FLASH, "position_ids": NATURAL[:, :9]}, r"position_ids have shape \(1, 9\)"),
     "positions of two rows": ({**FLASH, "position_ids": NATURAL.expand(2, -1)}, r"position_ids have shape \(2, 10\)"),
-    "layout against positions": (
-        {"packed_layout": PackedLayout.from_lengths([5, 5]), "position_ids": NATURAL},
-        "positions restart at token 4",
-    ),
-    "layout against cu_seq_lens": (
-        {"packed_layout": LAYOUT, "cu_seq_lens_q": offsets(0, 5, 10)},
-        r"packed_layout and cu_seq_lens_q disagree: lengths \[4, 6\] and \[5, 5\]",
-    ),
+    "layout against positions": ({"packed_layout": PackedLayout.from_lengths([5, 5]), "position_ids": NATURAL},
+                                 "positions restart at token 4"),
+    "layout against cu_seq_lens": ({"packed_layout": LAYOUT, "cu_seq_lens_q": offsets(0, 5, 10)},
+                                   r"packed_layout and cu_seq_lens_q disagree: lengths \[4, 6\] and \[5, 5\]"),
     "layout against seq_idx": ({"packed_layout": LAYOUT, "seq_idx": IDS}, "seq_idx and the boundaries disagree"),
     "layout against maximum": ({"packed_layout": LAYOUT, "max_length_q": 3}, "max_length_q=3 is shorter"),
     "no layout": ({"packed_layout": [4, 6]}, "packed_layout is a list"),
     "mask of another batch": ({**FLASH, "attention_mask": IDS[:, :9]}, "not all ones, one for each token"),
     "mask with holes": ({**FLASH, "attention_mask": IDS.index_fill(1, torch.tensor(3), 0)}, "not all ones"),
-    "layout with a pad": (
-        {"packed_layout": LAYOUT, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
-        "not all ones",
-    ),
-    "restarts under padding": (
-        {"position_ids": NATURAL, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
-        "restart at token 4 of row 0 under an attention_mask with zeros",
-    ),
-}
+    "layout with a pad": ({"packed_layout": LAYOUT, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
+                          "not all ones"),
+    "restarts under padding": ({"position_ids": NATURAL, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
+                               "restart at token 4 of row 0 under an attention_mask with zeros"),
+}  # fmt: skip
 ODD_POSITIONS = {
     "left-truncated": LEFT_TRUNCATED,
     "jump": positions(0, 1, 2, 7, 8, 9, 10, 11, 12, 13),
@@ -139,10 +121,8 @@ def test_documents_that_begin_at_one_position_are_boundaries(start):
 def test_explicit_boundaries_take_documents_whose_beginning_was_cut_off():
     model, docs = patch(tiny.model(layers=1)), tiny.documents((4, 6))
     logits = model(input_ids=torch.cat(docs)[None], position_ids=LEFT_TRUNCATED, **FLASH).logits
-    expected = [
-        model(input_ids=ids[None], position_ids=own[None]).logits[0]
-        for ids, own in zip(docs, LAYOUT.split(LEFT_TRUNCATED), strict=True)
-    ]
+    own = zip(docs, LAYOUT.split(LEFT_TRUNCATED), strict=True)
+    expected = [model(input_ids=ids[None], position_ids=positions[None]).logits[0] for ids, positions in own]
     assert_float32(logits[0], torch.cat(expected).double())
 
 
@@ -158,9 +138,8 @@ def test_a_document_longer_than_the_learned_positions_is_refused(model_type):
     model = patch(small_model(model_type, max_position_embeddings=16))
     layout = PackedLayout.from_lengths([17, 3])
     ids = torch.ones(1, 20, dtype=torch.long)
-    with pytest.raises(
-        PackingError, match=r"17 tokens, the model has 16 positions|hold 16, the model has 16 positions"
-    ):
+    said = r"17 tokens, the model has 16 positions|hold 16, the model has 16 positions"
+    with pytest.raises(PackingError, match=said):
         model(input_ids=ids, position_ids=layout.position_ids(), **layout.flash_kwargs())
     fits = PackedLayout.from_lengths([16, 4])
     assert model(input_ids=ids, position_ids=fits.position_ids(), **fits.flash_kwargs()).logits.shape[1] == 20

@@ -46,10 +46,10 @@ def test_a_document_may_not_cross_rows():
         layout_of({"input_ids": IDS.view(2, 5), "cu_seq_lens_q": LAYOUT.cu_seqlens})
 
 
-FILLED = {"packed_layout": {"packed_layout": LAYOUT}, "cu_seq_lens_q": LAYOUT.flash_kwargs()}
+FILLED = {"packed_layout": {"packed_layout": LAYOUT}, "cu_seq_lens_q": LAYOUT.flash_kwargs(),
+          "position_ids": {"position_ids": LAYOUT.position_ids() + 10}}  # fmt: skip
 # transformers 5.24 renames `past_key_values` before the backbone is called.
 CACHE = "(past_key_values|cache)"
-FILLED["position_ids"] = {"position_ids": LAYOUT.position_ids() + 10}
 
 
 def test_a_cache_in_use_is_left_alone():
@@ -66,10 +66,8 @@ def test_a_cache_in_use_is_left_alone():
         {"packed_layout": one, **one.flash_kwargs()},
     ):
         assert layout_of({"input_ids": IDS, "past_key_values": prefix.past_key_values, **call}) is None
-    assert (
-        layout_of({"input_ids": IDS[:, :1], "past_key_values": prefix.past_key_values, **FILLED["packed_layout"]})
-        is None
-    )
+    cached = {"input_ids": IDS[:, :1], "past_key_values": prefix.past_key_values}
+    assert layout_of({**cached, **FILLED["packed_layout"]}) is None
 
 
 @pytest.mark.parametrize("told", FILLED)
@@ -120,22 +118,18 @@ def test_the_prefix_of_an_adapter_is_a_filled_cache(tmp_path):
 def test_a_mask_of_document_numbers_is_refused():
     """LLaMA-Factory's; transformers takes them all for ones."""
     model, numbers = patch(tiny.model()), torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 0]])
-    with pytest.raises(
-        InvalidLayout, match=r"values up to 3, which look like numbers of documents(.|\n)*position_ids"
-    ):
+    said = r"values up to 3, which look like numbers of documents(.|\n)*position_ids"
+    with pytest.raises(InvalidLayout, match=said):
         model(input_ids=IDS, attention_mask=numbers)
     for mask in (numbers.clamp(max=1), numbers.bool(), numbers.clamp(max=1).float()):
         assert layout_of({"input_ids": IDS, "attention_mask": mask}) is None
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name", "options"),
-    [
-        ("gemma3", "token_type_ids", {}),
-        ("gemma4_unified", "mm_token_type_ids", {}),
-        ("hrm_text", "token_type_ids", {"prefix_lm": True}),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "name", "options"), [
+    ("gemma3", "token_type_ids", {}),
+    ("gemma4_unified", "mm_token_type_ids", {}),
+    ("hrm_text", "token_type_ids", {"prefix_lm": True}),
+])  # fmt: skip
 def test_token_types_that_make_masks_are_refused(model_type, name, options):
     """Unpacked they open the mask in both directions, which packing does without."""
     model, (ids,) = patch(small_model(model_type, **options)), tiny.documents((10,))
@@ -155,10 +149,8 @@ def test_token_types_that_are_looked_up_are_honoured(model_type):
     ids, types = ids[None] % 50, torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]])
     with torch.no_grad():
         packed = model(input_ids=ids, token_type_ids=types, packed_layout=LAYOUT).logits
-        alone = [
-            model(input_ids=i, token_type_ids=t).logits
-            for i, t in zip(ids.split((4, 6), 1), types.split((4, 6), 1), strict=True)
-        ]
+        parts = zip(ids.split((4, 6), 1), types.split((4, 6), 1), strict=True)
+        alone = [model(input_ids=i, token_type_ids=t).logits for i, t in parts]
         plain = model(input_ids=ids, packed_layout=LAYOUT).logits
     assert_float32(packed, torch.cat(alone, 1).double())
     assert differs(plain, packed)

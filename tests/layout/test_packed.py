@@ -19,10 +19,8 @@ def test_docstring_example():
 @pytest.mark.parametrize(("lengths", "rows"), [([1], 1), ([4, 1, 3], 1), ([2, 2, 4, 1, 3], 3), ([5, 5], 2)])
 def test_constructors_invert_the_views(lengths, rows):
     layout = PackedLayout.from_lengths(lengths, rows=rows)
-    for again in (
-        PackedLayout.from_position_ids(layout.position_ids()),
-        PackedLayout.from_cu_seqlens(layout.cu_seqlens, rows=rows),
-    ):
+    by_offsets = PackedLayout.from_cu_seqlens(layout.cu_seqlens, rows=rows)
+    for again in (PackedLayout.from_position_ids(layout.position_ids()), by_offsets):
         assert (again.lengths, again.rows) == (layout.lengths, rows)
         assert torch.equal(again.cu_seqlens, layout.cu_seqlens)
 
@@ -30,9 +28,8 @@ def test_constructors_invert_the_views(lengths, rows):
 def test_flash_kwargs_are_trls():
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(
-        [{"input_ids": [1] * n} for n in (3, 1, 4)]
-    )
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    theirs = collator([{"input_ids": [1] * n} for n in (3, 1, 4)])
     layout = PackedLayout.from_lengths([3, 1, 4])
     ours = {**layout.flash_kwargs(), "position_ids": layout.position_ids()}
     for name, value in ours.items():
@@ -78,19 +75,16 @@ def test_repeated_offsets_pad_cu_seqlens():
     assert layout.cu_seqlens.tolist() == [0, 2, 5]
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: PackedLayout.from_lengths([]), "must all be positive"),
-        (lambda: PackedLayout.from_lengths([3, 0]), r"must all be positive, got \[3, 0\]"),
-        (lambda: PackedLayout.from_lengths([3, 2], rows=2), "cannot be laid out in rows=2"),
-        (lambda: PackedLayout.from_lengths([3, 1], rows=2), "crosses the end of a row"),
-        (lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3])), "start at 0"),
-        (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 2])), "must not decrease"),
-        (lambda: PackedLayout.from_position_ids(torch.arange(3)), r"must have shape \(B, L\)"),
-        (lambda: PackedLayout(torch.tensor([0, 3]), (3,)), "cu_seqlens must be int32"),
-    ],
-)
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda: PackedLayout.from_lengths([]), "must all be positive"),
+    (lambda: PackedLayout.from_lengths([3, 0]), r"must all be positive, got \[3, 0\]"),
+    (lambda: PackedLayout.from_lengths([3, 2], rows=2), "cannot be laid out in rows=2"),
+    (lambda: PackedLayout.from_lengths([3, 1], rows=2), "crosses the end of a row"),
+    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3])), "start at 0"),
+    (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 2])), "must not decrease"),
+    (lambda: PackedLayout.from_position_ids(torch.arange(3)), r"must have shape \(B, L\)"),
+    (lambda: PackedLayout(torch.tensor([0, 3]), (3,)), "cu_seqlens must be int32"),
+])  # fmt: skip
 def test_bad_layouts_are_refused(build, message):
     with pytest.raises(InvalidLayout, match=message):
         build()

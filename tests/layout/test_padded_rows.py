@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from padded import SIDES, padded
+from padded import SIDES, masks_read, padded
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout, patch
@@ -34,10 +34,8 @@ def test_arguments_and_outputs_of_every_kind():
     assert "attention_mask" not in call and call["use_cache"] is False and call["x"] is None
     assert torch.equal(call["position_ids"][1], rows.take(axes[1]))
     assert torch.equal(call["inputs_embeds"], rows.take(embedded))
-    routed = torch.randn(rows.num_tokens, 6)
-    last, (again,), logits, cache = rows.put_back_outputs(
-        (call["inputs_embeds"], [call["inputs_embeds"]], routed, None)
-    )
+    taken, routed = call["inputs_embeds"], torch.randn(rows.num_tokens, 6)
+    last, (again,), logits, cache = rows.put_back_outputs((taken, [taken], routed, None))
     assert last.shape == embedded.shape and torch.equal(last, again) and cache is None
     assert torch.equal(logits.view(*rows.shape, 6)[batch["attention_mask"].bool()], routed)
 
@@ -56,10 +54,7 @@ def test_a_mask_with_a_hole_is_refused():
 
 
 def test_a_mask_is_read_once(monkeypatch):
-    mask = padded(tiny.documents())["attention_mask"]
-    read = []
-    original = PaddedRows.from_mask.__func__
-    monkeypatch.setattr(PaddedRows, "from_mask", classmethod(lambda cls, m: read.append(1) or original(cls, m)))
+    mask, read = padded(tiny.documents())["attention_mask"], masks_read(monkeypatch)
     assert rows_of(mask) is rows_of(mask) and len(read) == 1
     mask[0, 0] = 0  # another mask now
     assert rows_of(mask).starts[0] == 1 and len(read) == 2

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from calls import watched
 from dense import dense_mask
 from padded import SIDES, padded
 
@@ -99,9 +100,8 @@ def test_it_moves_to_a_device():
 def tree(seed):
     """Rows made of random prefixes that branch at random."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [
-        torch.randint(1, 4, (int(n),), generator=generator) for n in torch.randint(1, 9, (4,), generator=generator)
-    ]
+    lengths = torch.randint(1, 9, (4,), generator=generator).tolist()
+    rows = [torch.randint(1, 4, (n,), generator=generator) for n in lengths]
     for _ in range(8):
         old = rows[int(torch.randint(len(rows), (1,), generator=generator))]
         kept = int(torch.randint(1, len(old) + 1, (1,), generator=generator))
@@ -122,10 +122,8 @@ def test_rows_come_back_whatever_they_share(seed, side, shortest):
         return
     made, taken = shared.layout(CPU), shared.take(batch["input_ids"])
     assert taken.shape == (1, shared.num_packed) and shared.num_packed < rows.num_tokens == shared.num_tokens
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(made.full_sequences.split(taken[0][made.sequence_gather.index]), documents, strict=True)
-    )
+    copies = made.full_sequences.split(taken[0][made.sequence_gather.index])
+    assert all(torch.equal(a, b) for a, b in zip(copies, documents, strict=True))
     assert torch.equal(shared.put_back(taken), batch["input_ids"])
     assert torch.equal(shared.put_back(made.position_ids()), rows.put_back(rows.take(rows.position_ids(CPU))))
     states = torch.randn(1, shared.num_packed, 3, requires_grad=True)
@@ -138,14 +136,8 @@ def test_rows_come_back_whatever_they_share(seed, side, shortest):
 
 def test_as_much_is_shared_as_there_is():
     same, other = torch.arange(1, 31), torch.arange(50, 70)
-    rows = [
-        torch.cat([same, other[:5]]),
-        other[:3],
-        torch.cat([same[:20], other[5:9]]),
-        same,
-        torch.cat([same, other]),
-    ]
-    batch = padded(rows)
+    cut, long = torch.cat([same[:20], other[5:9]]), torch.cat([same, other])
+    batch = padded([torch.cat([same, other[:5]]), other[:3], cut, same, long])
     shared = share(rows_of(batch["attention_mask"]), batch["input_ids"])
     # What follows the 20 tokens of four rows is alike in 10 and 15 tokens more: too few for a segment of its own.
     assert sorted(shared.segments) == [3, 4, 10, 15, 20, 30]
@@ -166,9 +158,8 @@ def test_nothing_is_shared_where_little_is_alike():
 
 def test_ids_are_compared_once(monkeypatch):
     batch = padded([torch.arange(1, 30), torch.arange(1, 40)])
-    rows, ids, compared = rows_of(batch["attention_mask"]), batch["input_ids"], []
-    original = shared_rows.share
-    monkeypatch.setattr(shared_rows, "share", lambda *args: compared.append(1) or original(*args))
+    rows, ids = rows_of(batch["attention_mask"]), batch["input_ids"]
+    compared = watched(monkeypatch, shared_rows, "share")
     assert shared_rows_of(rows, ids) is shared_rows_of(rows, ids) and len(compared) == 1
     ids[0, 3] = 9  # other ids now
     assert shared_rows_of(rows, ids) is None and len(compared) == 2

@@ -4,17 +4,9 @@ from calls import calls_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from trl_packfa import packing
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-from trl_packfa.packing import (
-    WRAP,
-    PackedBatchSampler,
-    best_fit_decreasing,
-    fewest_micro_batches,
-    imbalance,
-    plan_overflow,
-    recut,
-    recut_over_ranks,
-)
+from trl_packfa.packing import WRAP, PackedBatchSampler, best_fit_decreasing, plan_overflow
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -55,12 +47,8 @@ def test_another_draw_mixes_documents_of_one_length_anew():
 @given(lengths_and_capacity.filter(lambda case: case[0]), st.integers(1, 3), st.integers(1, 5))
 def test_sampler_gives_every_rank_its_share(case, rows, world):
     lengths, capacity = case
-    samplers = [
-        PackedBatchSampler(
-            np.array(lengths), capacity=capacity, rows_per_batch=rows, seed=3, rank=rank, world_size=world
-        )
-        for rank in range(world)
-    ]
+    options = {"capacity": capacity, "rows_per_batch": rows, "seed": 3, "world_size": world}
+    samplers = [PackedBatchSampler(np.array(lengths), rank=rank, **options) for rank in range(world)]
     batches = [list(sampler) for sampler in samplers]
     assert {len(b) for b in batches} == {len(samplers[0])}, "all ranks take part in every step"
     assert all(batch for rank in batches for batch in rank)
@@ -99,14 +87,11 @@ def tokens(*labels):
     return np.array([len(label) for label in labels]), flat
 
 
-@pytest.mark.parametrize(
-    ("policy", "spans", "counts"),
-    [
-        ("truncate", [(0, 0, 3), (1, 0, 4)], {"truncated": 2, "dropped_untrained": 2, "tokens_lost": 10}),
-        ("split", [(0, 0, 3), (1, 0, 4), (1, 4, 6), (2, 4, 7)], {"split": 2, "dropped_untrained": 2}),
-        ("drop", [(0, 0, 3)], {"dropped_too_long": 2, "dropped_untrained": 1, "tokens_lost": 14}),
-    ],
-)
+@pytest.mark.parametrize(("policy", "spans", "counts"), [
+    ("truncate", [(0, 0, 3), (1, 0, 4)], {"truncated": 2, "dropped_untrained": 2, "tokens_lost": 10}),
+    ("split", [(0, 0, 3), (1, 0, 4), (1, 4, 6), (2, 4, 7)], {"split": 2, "dropped_untrained": 2}),
+    ("drop", [(0, 0, 3)], {"dropped_too_long": 2, "dropped_untrained": 1, "tokens_lost": 14}),
+])  # fmt: skip
 def test_overflow_policies(policy, spans, counts):
     # One short, one trained throughout, one trained only past the cut, one whose only label is its first token's.
     lengths, trained = tokens("xxx", "xxxxxx", "....xxx", "x")
@@ -128,11 +113,8 @@ def test_without_max_length_nothing_is_cut():
     assert kept.stop.tolist() == [2, 50]
 
 
-@given(
-    st.lists(st.text("x.", max_size=12), min_size=1, max_size=20),
-    st.integers(2, 8),
-    st.sampled_from(["truncate", "split", "drop"]),
-)
+@given(st.lists(st.text("x.", max_size=12), min_size=1, max_size=20), st.integers(2, 8),
+       st.sampled_from(["truncate", "split", "drop"]))  # fmt: skip
 def test_every_token_is_packed_once_or_reported(labels, max_length, policy):
     lengths, trained = tokens(*labels)
     try:
@@ -145,32 +127,27 @@ def test_every_token_is_packed_once_or_reported(labels, max_length, policy):
     assert (kept.stop - kept.start).max() <= max_length
 
 
-def test_overflow_error_names_the_document():
-    with pytest.raises(InvalidDataset, match=r"document 1 has 6 tokens, max_length is 4(.|\n)*1 of 2 documents"):
-        plan_overflow(*tokens("xxx", "xxxxxx"), max_length=4, policy="error")
+REFUSED = {
+    "too long": (("xxx", "xxxxxx"), "error", r"document 1 has 6 tokens, max_length is 4(.|\n)*1 of 2 documents"),
+    "nothing left to train": (("x", "....x"), "truncate", "no document has a token to train on: 2 documents"),
+    "unknown policy": (("xx",), "wrap", "overflow='wrap' does not exist"),
+}
 
 
-def test_nothing_left_to_train_is_refused():
-    with pytest.raises(InvalidDataset, match="no document has a token to train on: 2 documents"):
-        plan_overflow(*tokens("x", "....x"), max_length=4, policy="truncate")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_refused(case):
+    labels, policy, message = REFUSED[case]
+    with pytest.raises(InvalidConfig if policy == "wrap" else InvalidDataset, match=message):
+        plan_overflow(*tokens(*labels), max_length=4, policy=policy)
 
 
-def test_unknown_policy_is_refused():
-    with pytest.raises(InvalidConfig, match="overflow='wrap' does not exist"):
-        plan_overflow(*tokens("xx"), max_length=4, policy="wrap")
-
-
-@given(
-    st.lists(st.integers(1, 100), min_size=1, max_size=60),
-    st.integers(2, 300),
-    st.floats(0, 0.1),
-    st.integers(0, 5),
-)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(2, 300), st.floats(0, 0.1),
+       st.integers(0, 5))  # fmt: skip
 @example([3, 5, 6, 10, 11, 19], 18, 0.0, 0)
 def test_recut_keeps_every_document_and_the_budget(lengths, budget, quadratic, more):
-    fewest = fewest_micro_batches(np.array(lengths), budget)
+    fewest = packing.fewest_micro_batches(np.array(lengths), budget)
     count = min(fewest + more, len(lengths))
-    parts = recut(np.array(lengths), budget=budget, num_micro_batches=count, quadratic=quadratic)
+    parts = packing.recut(np.array(lengths), budget=budget, num_micro_batches=count, quadratic=quadratic)
     assert len(parts) == count
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all(part == sorted(part) and part for part in parts)
@@ -179,22 +156,23 @@ def test_recut_keeps_every_document_and_the_budget(lengths, budget, quadratic, m
 
 def test_recut_levels_the_cost():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 64).astype(int), 1, 2048)
-    parts = recut(lengths, budget=100_000, num_micro_batches=8, quadratic=1e-3)
+    parts = packing.recut(lengths, budget=100_000, num_micro_batches=8, quadratic=1e-3)
     cost = [sum(lengths[i] + 1e-3 * lengths[i] ** 2 for i in part) for part in parts]
     assert max(cost) / (sum(cost) / 8) < 1.05
 
 
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(10, 90), st.integers(1, 9), st.floats(0, 0.1)
-)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(10, 90), st.integers(1, 9),
+       st.floats(0, 0.1))  # fmt: skip
 def test_ranks_share_a_step_without_loss_and_run_equally_often(lengths, budget, world, quadratic):
     lengths = np.array(lengths)
-    dealt = recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic)
+    dealt = packing.recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic)
     assert len(dealt) == world and len({len(rank) for rank in dealt}) == 1
     assert sorted(i for rank in dealt for part in rank for i in part) == list(range(len(lengths)))
     assert all(sum(lengths[part]) <= max(budget, lengths.max()) for rank in dealt for part in rank if part)
-    assert dealt == recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic), "on every rank"
-    assert imbalance(dealt, lengths, quadratic) >= 1 - 1e-9
+    assert dealt == packing.recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic), (
+        "on every rank"
+    )
+    assert packing.imbalance(dealt, lengths, quadratic) >= 1 - 1e-9
 
 
 @pytest.mark.parametrize(("world", "examples"), [(2, 16), (8, 64), (64, 512)])
@@ -202,9 +180,9 @@ def test_ranks_are_level_where_the_longest_document_allows(world, examples):
     rng = np.random.default_rng(world)
     for _ in range(5):
         lengths = np.clip(rng.lognormal(5, 0.8, examples), 4, 1200).astype(int)
-        dealt = recut_over_ranks(lengths, budget=10**6, world_size=world, quadratic=1e-4)
+        dealt = packing.recut_over_ranks(lengths, budget=10**6, world_size=world, quadratic=1e-4)
         cost = lengths + 1e-4 * lengths**2
-        assert imbalance(dealt, lengths, 1e-4) <= max(1.02, cost.max() / (cost.sum() / world) + 1e-9)
+        assert packing.imbalance(dealt, lengths, 1e-4) <= max(1.02, cost.max() / (cost.sum() / world) + 1e-9)
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=40), st.integers(2, 25))

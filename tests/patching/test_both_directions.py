@@ -1,10 +1,8 @@
 """Models in which the tokens of an image see each other: their text decoder without pads, by blocks."""
 
-import copy
-
 import pytest
 import torch
-from test_composites import run
+from test_composites import run, without_pads
 from tiny_models.composites import image_batch, small_composite
 from tolerance import assert_float32, differs
 from transformers import CONFIG_MAPPING
@@ -44,8 +42,7 @@ def stock(request):
 @pytest.mark.versions
 @pytest.mark.parametrize("left", [False, True])
 def test_images_run_without_their_pads(stock, left):
-    inputs = image_batch(stock, left=left).inputs
-    model = patch(copy.deepcopy(stock), unpad=True)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
     state = find_state(model)
     assert state.parts.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
     assert_same(run(model, inputs), run(stock, inputs))
@@ -62,8 +59,7 @@ def test_images_run_without_their_pads(stock, left):
 def test_checkpointing_changes_nothing(name, reentrant):
     """Layers are run again from their arguments, outside of the call: the blocks come with the layout."""
     stock = small_composite(name)
-    inputs = image_batch(stock).inputs
-    model = patch(copy.deepcopy(stock), unpad=True).train()
+    inputs, model = image_batch(stock).inputs, without_pads(stock).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(run(model, inputs), run(stock.train(), inputs))
@@ -74,14 +70,13 @@ def test_it_is_exact_beside_every_attention_with_a_mask(attention):
     stock = small_composite("gemma3")
     stock.set_attn_implementation(attention)
     inputs = image_batch(stock).inputs
-    assert_same(run(patch(copy.deepcopy(stock), unpad=True), inputs), run(stock, inputs))
+    assert_same(run(without_pads(stock), inputs), run(stock, inputs))
 
 
 def test_negative_controls_are_seen(stock, monkeypatch):
     """Images whose tokens see only the ones before them, and blocks in layers that have none."""
-    inputs = image_batch(stock).inputs
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
     _, logits, _ = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
     with monkeypatch.context() as context:
         context.setattr(HandedMasks, "blocks", lambda self, rows: None)
         assert differs(run(model, inputs)[1], logits)

@@ -57,6 +57,10 @@ def build(name):
     return MODELS[name]().train()
 
 
+def without_pads(stock):
+    return patch(copy.deepcopy(stock), unpad=True)
+
+
 def batch(model, *, left=False, rows=ROWS):
     """Padded rows with images of four or eight tokens (LLaVA: of four)."""
     generator = torch.Generator().manual_seed(1)
@@ -86,7 +90,6 @@ def batch(model, *, left=False, rows=ROWS):
 
 
 def run(model, inputs):
-    """Loss, logits of true tokens, and gradients."""
     model.zero_grad()
     outputs = model(**inputs, use_cache=False)
     outputs.loss.backward()
@@ -106,8 +109,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_with_images_run_without_their_pads(name, left):
     stock = build(name)
-    inputs = batch(stock, left=left)
-    model = patch(copy.deepcopy(stock), unpad=True)
+    inputs, model = batch(stock, left=left), without_pads(stock)
     state = find_state(model)
     before = state.unpadding.calls
     expected, found = run(stock, inputs), run(model, inputs)
@@ -121,16 +123,15 @@ def test_three_rows_with_positions_of_three_kinds():
     """Their positions are `(3, 3, L)`: the first axis holds kinds, not rows."""
     stock = build("qwen3_vl")
     inputs = batch(stock, rows=ROWS[:3])
-    assert_same(run(patch(copy.deepcopy(stock), unpad=True), inputs), run(stock, inputs))
+    assert_same(run(without_pads(stock), inputs), run(stock, inputs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointing_changes_nothing(name, reentrant):
     stock = build(name)
-    inputs = batch(stock)
+    inputs, model = batch(stock), without_pads(stock)
     expected = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(run(model, inputs), expected)
@@ -139,9 +140,8 @@ def test_checkpointing_changes_nothing(name, reentrant):
 @pytest.mark.parametrize("name", MODELS)
 def test_negative_control_rows_that_see_each_other(name, monkeypatch):
     stock = build(name)
-    inputs = batch(stock)
+    inputs, model = batch(stock), without_pads(stock)
     _, logits, _ = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
     monkeypatch.setattr(PaddedRows, "layout", lambda self, device: PackedLayout.from_lengths([self.num_tokens]))
     assert differs(run(model, inputs)[1], logits)
 
@@ -151,9 +151,8 @@ def test_negative_control_rows_that_see_each_other(name, monkeypatch):
 def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     """Mllama: each row attends to its own images. The control gives every row those of the next."""
     stock = small_composite("mllama")
-    inputs = image_batch(stock, left=left).inputs
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
     expected = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
     if reentrant is not None:
         model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -167,10 +166,8 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
 def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(left):
     """Granite Vision: its decoder adds features of images at several layers, where a mask of tokens says so."""
     stock = small_composite("granite4_vision")
-    inputs = image_batch(stock, left=left).inputs
-    _, logits, _ = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
-    found = run(model, inputs)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
+    (_, logits, _), found = run(stock, inputs), run(model, inputs)
     state = find_state(model)
     assert state.parts.takes_images and state.unpadding.calls > 0
     assert_float32(found[1], logits.double())
@@ -181,10 +178,8 @@ def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(lef
 @pytest.mark.parametrize("name", ["voxtral", "glmasr", "qwen2_audio"])
 def test_batches_with_sounds_run_without_their_pads(name):
     stock = small_composite(name)
-    inputs = image_batch(stock).inputs
-    expected = run(stock, inputs)
-    model = patch(copy.deepcopy(stock), unpad=True)
-    found = run(model, inputs)
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
+    expected, found = run(stock, inputs), run(model, inputs)
     assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in found[2])
     assert_same(found, expected)
     others = {**inputs, "input_features": inputs["input_features"].roll(1, 0)}
@@ -204,8 +199,7 @@ def test_the_first_batch_is_compared_with_its_rows_and_their_images():
 
 def test_arguments_by_row_are_refused():
     """Without pads all rows are one, and each would see the states of all."""
-    model = patch(tiny.model(layers=2), unpad=True)
-    decoder = model.model
+    decoder = patch(tiny.model(layers=2), unpad=True).model
     mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
     with pytest.raises(PackingError, match="cannot hold states_by_row"):
         decoder(input_ids=torch.ones_like(mask), attention_mask=mask, states_by_row=torch.zeros(2, 3, 8))

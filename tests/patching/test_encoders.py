@@ -115,13 +115,9 @@ def test_bfloat16_is_no_further_from_the_truth_than_padded(model_type):
 
 def test_under_torch_compile():
     model = small_encoder("bert", "SequenceClassification")
-    expected = run(model, batch())
-    assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected_of(expected))
-
-
-def expected_of(expected):
-    """The names of a compiled model's parameters."""
-    return expected[0], {f"_orig_mod.{name}": grad for name, grad in expected[1].items()}
+    logits, grads = run(model, batch())
+    expected = logits, {f"_orig_mod.{name}": grad for name, grad in grads.items()}
+    assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected)
 
 
 def test_negative_controls_are_seen(monkeypatch):
@@ -152,8 +148,8 @@ def test_results_of_each_layer_and_batches_without_a_mask_run_as_they_are():
 def test_packed_rows_are_refused(model_type):
     model = patch(small_encoder(model_type, "TokenClassification"), unpad=True)
     ids = torch.arange(3, 11)[None]
-    for packed in ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, {"packed_layout": None}):
-        boundaries = packed if packed.get("position_ids") is not None else {"cu_seq_lens_q": torch.tensor([0, 3, 8])}
+    offsets, positions = torch.tensor([0, 3, 8]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    for boundaries in ({"position_ids": positions}, {"cu_seq_lens_q": offsets}):
         if model_type == "mpnet" and "cu_seq_lens_q" in boundaries:
             continue  # its forward takes no further arguments
         with pytest.raises(PackingError, match=r"cannot run packed rows(?s:.*)Pass a padded batch"):
@@ -188,8 +184,8 @@ def test_rows_with_a_text_for_the_decoder_run_as_they_are():
     inputs = {**batch(), "labels": batch()["input_ids"].flip(0)}
     expected = model(**inputs)
     patch(model, unpad=True)
-    found, state = model(**inputs), find_state(model)
-    assert torch.equal(found.logits, expected.logits) and state.unpadding.calls == 0
+    state = find_state(model)
+    assert torch.equal(model(**inputs).logits, expected.logits) and state.unpadding.calls == 0
     model(**batch())
     assert state.unpadding.calls == 1
 

@@ -1,7 +1,5 @@
 """Whatever happens to a model between patch and unpatch, packed equals document by document, or it is as it was.
-
-Hypothesis draws sequences of patching, adapters, copies, files, dtypes, modes, compilation and checkpointing.
-"""
+Hypothesis draws sequences of patching, adapters, copies, files, dtypes, modes, compilation and checkpointing."""
 
 import copy
 import io
@@ -48,6 +46,13 @@ def alone_in_float64(model, docs):
         model.float()
 
 
+def through_a_file(content, **options):
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 def traces(model):
     """What a patch leaves on instances: forwards, states, configs of its own."""
     return [
@@ -60,12 +65,10 @@ def traces(model):
 
 
 class Interleavings(RuleBasedStateMachine):
-    """One model through all of it."""
-
     @initialize(name=st.sampled_from(sorted(tiny.MODELS)), seed=st.integers(0, 3))
     def build(self, name, seed):
         self.name, self.model, self.is_patched, self.hooked = name, tiny.MODELS[name](), False, False
-        self.docs, self.adapters, self.keys = tiny.documents(LENGTHS, seed=seed), 0, None
+        self.docs, self.adapters = tiny.documents(LENGTHS, seed=seed), 0
         self.keys = list(self.model.state_dict())
 
     @property
@@ -122,17 +125,11 @@ class Interleavings(RuleBasedStateMachine):
         elif how == "pickle":
             self.model = pickle.loads(pickle.dumps(self.model))
         else:
-            file = io.BytesIO()
-            torch.save(self.model, file)
-            file.seek(0)
-            self.model = torch.load(file, weights_only=False)
+            self.model = through_a_file(self.model, weights_only=False)
 
     @rule()
     def weights_through_a_file(self):
-        file = io.BytesIO()
-        torch.save(self.model.state_dict(), file)
-        file.seek(0)
-        self.model.load_state_dict(torch.load(file, weights_only=True))
+        self.model.load_state_dict(through_a_file(self.model.state_dict(), weights_only=True))
 
     @rule()
     def there_and_back_in_dtype(self):
@@ -203,30 +200,25 @@ class Interleavings(RuleBasedStateMachine):
         assert differs(tiny.split(after, LENGTHS)[2], alone(self.model, self.docs)[6:14]), "control: it must leak"
 
 
+ALIKE = {"derandomize": True, "suppress_health_check": list(HealthCheck)}
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(
-    max_examples=8, stateful_step_count=8, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+TestInterleavings.settings = settings(max_examples=8, stateful_step_count=8, **ALIKE)
 
 
 @pytest.mark.slow
 def test_many_interleavings():
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(
-        Interleavings,
-        settings=settings(
-            max_examples=INTERLEAVINGS,
-            stateful_step_count=20,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    many = settings(max_examples=INTERLEAVINGS, stateful_step_count=20, **ALIKE)
+    run_state_machine_as_test(Interleavings, settings=many)
 
 
 def test_two_models_of_one_class_with_different_backends_take_turns():
     one, other, docs = tiny.model(seed=0), tiny.model(seed=1), tiny.documents(LENGTHS)
-    patch(one, backend="reference"), patch(other, backend="sdpa")
+    control = other(input_ids=torch.cat(docs)[None]).logits
+    patch(one, backend="reference")
+    assert torch.equal(other(input_ids=torch.cat(docs)[None]).logits, control), "only one is patched"
+    patch(other)
     with torch.no_grad():
         for _ in range(3):
             for model in (one, other):

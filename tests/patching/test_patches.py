@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from functools import partial
 
 import oracle
 import pytest
@@ -62,9 +63,7 @@ def test_every_registered_architecture_has_a_row():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_equals_alone(architecture, backend):
     model, docs = tiny.model(architecture), tiny.documents()
-    expected, expected_grads = oracle.alone(
-        model, docs, dtype=torch.float32 if "dynamic" in architecture else torch.float64
-    )
+    expected, expected_grads = oracle.alone(model, docs, dtype=oracle_dtype(architecture))
     patch(model, backend=backend)
     logits = forward(model, docs).logits
     for ours, theirs in zip(tiny.split(logits), expected, strict=True):
@@ -146,12 +145,9 @@ def test_batches_without_boundaries_run_the_unpatched_code(architecture):
     ]
 
     def run():
-        logits = [model(**call).logits for call in calls]
-        generated = [
-            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-            for mask in (padded * 0 + 1, left)
-        ]
-        return logits + generated
+        generate = partial(model.generate, ids, max_new_tokens=5, do_sample=False)
+        generated = [generate(attention_mask=mask) for mask in (torch.ones_like(padded), left)]
+        return [model(**call).logits for call in calls] + generated
 
     before = run()
     patch(model)
@@ -195,17 +191,6 @@ def test_patched_is_for_the_length_of_the_block():
     assert describe(model) != "not patched"
 
 
-def test_two_models_of_one_class_do_not_share_a_patch():
-    one, other, docs = tiny.model(seed=0), tiny.model(seed=1), tiny.documents()
-    control = other(input_ids=torch.cat(docs)[None]).logits
-    patch(one, backend="reference")
-    assert torch.equal(other(input_ids=torch.cat(docs)[None]).logits, control)
-    patch(other)
-    forward(one, docs), forward(other, docs)
-    assert "backend used: reference" in describe(one)
-    assert "backend used: sdpa" in describe(other)
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_are_patched_on_their_own(clone):
     model, docs = patch(tiny.model()), tiny.documents()
@@ -239,12 +224,9 @@ def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
 def test_torch_compile(what):
     model, docs = patch(tiny.model(layers=2)), tiny.documents()
     expected = forward(model, docs).logits
-    if what == "layers":
-        for layer in model.model.layers:
-            layer.compile(backend="aot_eager")
-        compiled = model
-    else:
-        compiled = torch.compile(model, backend="aot_eager")
+    compiled = model if what == "layers" else torch.compile(model, backend="aot_eager")
+    for layer in model.model.layers if what == "layers" else ():
+        layer.compile(backend="aot_eager")
     assert_float32(forward(compiled, docs).logits, expected)
     other = tiny.documents((4, 31, 2), seed=3)
     assert_float32(forward(compiled, other).logits, forward(model, other).logits)
@@ -297,7 +279,8 @@ def test_a_patch_that_makes_two_dtypes_says_so():
         return query.float(), key.float(), value
 
     apply_patch(model, Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}))
+    batch = tiny.batch([torch.arange(1, 5), torch.arange(5, 9)])
     with pytest.raises(PackingError, match=r"query, key and value of different dtypes: torch.float32, torch.float32"):
-        model(**tiny.batch([torch.arange(1, 5), torch.arange(5, 9)]))
+        model(**batch)
     with torch.autocast("cpu", torch.bfloat16):  # the backend casts
-        model(**tiny.batch([torch.arange(1, 5), torch.arange(5, 9)]))
+        model(**batch)

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import tiny
@@ -63,39 +62,39 @@ def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
             patch(model)
 
 
+PACKAGE = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "my-patches"
+version = "1.0"
+[project.entry-points."trl_packfa.patches"]
+my_llama = "my_patches:PATCH"
+[tool.setuptools]
+py-modules = ["my_patches"]
+""",
+    "my_patches.py": """
+from trl_packfa import Patch
+from trl_packfa.patches.llama import rotary_qkv
+PATCH = Patch(model_types=("my_llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv},
+              origin="my_patches")
+""",
+}
+
+
 @pytest.mark.slow
 def test_a_third_party_package_registers_by_entry_point(tmp_path):
     """A real, tiny package, really installed, really found."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
-    (source / "pyproject.toml").write_text(
-        textwrap.dedent("""
-            [build-system]
-            requires = ["setuptools"]
-            build-backend = "setuptools.build_meta"
-            [project]
-            name = "my-patches"
-            version = "1.0"
-            [project.entry-points."trl_packfa.patches"]
-            my_llama = "my_patches:PATCH"
-            [tool.setuptools]
-            py-modules = ["my_patches"]
-        """)
-    )
-    (source / "my_patches.py").write_text(
-        textwrap.dedent("""
-            from trl_packfa import Patch
-            from trl_packfa.patches.llama import rotary_qkv
-            PATCH = Patch(model_types=("my_llama",), backbone="LlamaModel",
-                          attention={"LlamaAttention": rotary_qkv}, origin="my_patches")
-        """)
-    )
+    for name, text in PACKAGE.items():
+        (source / name).write_text(text)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(site), str(source)], check=True)
-    script = (
-        "import sys, trl_packfa; sys.path.append(sys.argv[1]); "
-        "print(trl_packfa.registered_patches()['my_llama'].origin)"
-    )
+    script = "import sys, trl_packfa; sys.path.append(sys.argv[1]); "
+    script += "print(trl_packfa.registered_patches()['my_llama'].origin)"
     run = subprocess.run([sys.executable, "-c", script, str(site)], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "my_patches"
 
@@ -118,28 +117,22 @@ def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
         patch(small_model("reformer"))
 
 
-# A patch says nothing that would be ignored ----------------------------------------------------
-
-
 def qkv(module, hidden_states, position_embeddings):
     raise AssertionError("declared, never called")
 
 
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
-        ({"model_types": ()}, "serves nothing"),
-        ({"model_types": "llama"}, "model_types='llama' serves nothing"),
-        ({"rebatch": True, "attention": {"A": qkv}}, r"effect \(attention\): rebatch=True runs"),
-        ({"rebatch": True, "mixers": ("M",), "beside": ("B",)}, r"effect \(beside, mixers\): rebatch=True runs"),
-        ({"attention": {"A": qkv}, "functions": {"A": "_attn"}}, r"effect \(functions\): 'attention' replaces"),
-        ({"attention": {"A": qkv}, "window": len}, r"effect \(window\): 'attention' replaces"),
-        ({"output": "out_proj"}, r"effect \(output\): they are read only together with 'attention'"),
-        ({"arguments": len}, r"effect \(arguments\): .* with 'attention' or 'functions'"),
-        ({"serves": bool}, "one of 'serves' and 'otherwise'"),
-        ({"mixers": ("M",), "masked_mixers": ("M",)}, "names M twice"),
-    ],
-)
+@pytest.mark.parametrize(("declared", "message"), [
+    ({"model_types": ()}, "serves nothing"),
+    ({"model_types": "llama"}, "model_types='llama' serves nothing"),
+    ({"rebatch": True, "attention": {"A": qkv}}, r"effect \(attention\): rebatch=True runs"),
+    ({"rebatch": True, "mixers": ("M",), "beside": ("B",)}, r"effect \(beside, mixers\): rebatch=True runs"),
+    ({"attention": {"A": qkv}, "functions": {"A": "_attn"}}, r"effect \(functions\): 'attention' replaces"),
+    ({"attention": {"A": qkv}, "window": len}, r"effect \(window\): 'attention' replaces"),
+    ({"output": "out_proj"}, r"effect \(output\): they are read only together with 'attention'"),
+    ({"arguments": len}, r"effect \(arguments\): .* with 'attention' or 'functions'"),
+    ({"serves": bool}, "one of 'serves' and 'otherwise'"),
+    ({"mixers": ("M",), "masked_mixers": ("M",)}, "names M twice"),
+])  # fmt: skip
 def test_a_patch_that_contradicts_itself_is_refused(declared, message):
     with pytest.raises(InvalidConfig, match=message):
         Patch(**{"model_types": ("mine",), **declared})

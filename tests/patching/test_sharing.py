@@ -1,25 +1,22 @@
 """`patch(model, unpad=True, share_prefixes=True)`: what rows begin with is computed once; nobody outside can tell."""
 
-import copy
-import pickle
-
 import pytest
 import tiny
 import torch
+from calls import watched
 from padded import padded, rows
 from peft import LoraConfig, get_peft_model
 from pretended import pretend
 from selection import exhaustive, in_full
-from test_unpadding import compare_adapters, counted, run
+from test_unpadding import assert_same, compare_adapters, compare_copies, counted, run
 from tiny_models import small_model
-from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_recomputed, differs
+from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
 from transformers import AutoModelForSequenceClassification
 
 from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.layout import PackedLayout, shared_rows
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
@@ -37,6 +34,10 @@ ALONE = {
 SHARED = 2 * 20 + 17
 
 
+def shared(model):
+    return patch(model, unpad=True, share_prefixes=True)
+
+
 def model(name):
     return tiny.model(name) if name in tiny.ARCHITECTURES else small_model(name)
 
@@ -50,12 +51,8 @@ def documents():
 
 def compare(model, batch, **options):
     """A padded batch as it was, and with shared prefixes."""
-    expected, expected_grads = run(model, batch, **options)
-    patch(model, unpad=True, share_prefixes=True)
-    logits, grads = run(model, batch, **options)
-    real = batch["attention_mask"].bool()
-    assert_float32(logits[real], expected[real].double())
-    assert_gradients(grads, expected_grads)
+    expected = run(model, batch, **options)
+    assert_same(run(shared(model), batch, **options), expected, batch)
     return counted(model)
 
 
@@ -78,7 +75,7 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
 
 def test_learned_positions_go_on_from_the_prefix():
     assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
-    made = patch(small_model("bart"), unpad=True, share_prefixes=True)
+    made = shared(small_model("bart"))
     assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)
 
 
@@ -98,7 +95,7 @@ def test_half_precision_is_as_near_to_float32_as_rows_by_themselves(name, dtype)
 def test_negative_control_branches_that_see_each_other(monkeypatch):
     made, batch = tiny.model(), padded(documents())
     expected = rows(made(**batch).logits, batch["attention_mask"])
-    patch(made, unpad=True, share_prefixes=True)
+    shared(made)
 
     def take(self, call, found):
         chain = [tuple(range(len(found.segments)))]
@@ -153,17 +150,14 @@ APART = {
 @pytest.mark.parametrize("what", APART)
 def test_calls_that_say_more_of_a_token_than_its_id_share_nothing(what):
     made, batch = tiny.model(), padded(documents())
-    call = {**batch, **APART[what](batch["input_ids"])}
-    expected = made(**call).logits
-    patch(made, unpad=True, share_prefixes=True)
-    real = batch["attention_mask"].bool()
-    assert_float32(made(**call).logits[real].detach(), expected[real].detach().double())
+    call, real = {**batch, **APART[what](batch["input_ids"])}, batch["attention_mask"].bool()
+    expected = made(**call).logits[real].detach()
+    assert_float32(shared(made)(**call).logits[real].detach(), expected.double())
     assert counted(made).shared == 0
 
 
 def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
-    made, batch = tiny.model(attention_dropout=0.5), padded(documents())
-    patch(made, unpad=True, share_prefixes=True)
+    made, batch = shared(tiny.model(attention_dropout=0.5)), padded(documents())
     made.eval()(**batch)
     assert counted(made).shared == SHARED  # no dropout outside of training
     for _ in range(2):
@@ -172,7 +166,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     told = [r.message for r in caplog.records if "draws its own random numbers" in r.message]
     assert len(told) == 1 and "LlamaModel share no prefixes while LlamaAttention.attention_dropout" in told[0]
     adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
-    patch(adapted, unpad=True, share_prefixes=True).train()(**batch)
+    shared(adapted).train()(**batch)
     assert counted(adapted).shared == 0
     for module in adapted.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -182,8 +176,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
 
 
 def test_noise_on_embeddings_is_each_rows_own():
-    made, batch = tiny.model(), padded(documents())
-    patch(made, unpad=True, share_prefixes=True).train()
+    made, batch = shared(tiny.model()).train(), padded(documents())
     made.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
     made(**batch)
     assert counted(made).shared == 0
@@ -196,28 +189,17 @@ def test_activated_lora_and_missing_unpad_are_refused():
     with pytest.raises(InvalidConfig, match="share_prefixes=True needs unpad=True"):
         patch(tiny.model(), share_prefixes=True)
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
-    made = patch(get_peft_model(tiny.model(), config), unpad=True, share_prefixes=True)
+    made = shared(get_peft_model(tiny.model(), config))
     assert "computed separately: activated LoRA begins at the last invocation of a document" in describe(made)
 
 
 def test_the_patch_is_copied_pickled_undone_and_idempotent():
-    made, batch = tiny.model(), padded(documents())
-    expected = made(**batch).logits
-    state = find_state(patch(made, unpad=True, share_prefixes=True))
-    assert find_state(patch(made, unpad=True, share_prefixes=True)) is state
-    ours = made(**batch).logits
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert torch.equal(other(**batch).logits, ours) and counted(other).shared
-    assert counted(patch(made, unpad=True)).sharing is None
-    assert torch.equal(unpatch(made)(**batch).logits, expected)
+    assert all(counts.shared for counts in compare_copies(padded(documents()), share_prefixes=True))
 
 
 def test_ids_are_compared_once_for_all_models(monkeypatch):
-    compared = []
-    original = shared_rows.share
-    monkeypatch.setattr(shared_rows, "share", lambda *args: compared.append(1) or original(*args))
-    models = [patch(tiny.model(layers=1, seed=seed), unpad=True, share_prefixes=True) for seed in (0, 1)]
-    del compared[:]
+    models = [shared(tiny.model(layers=1, seed=seed)) for seed in (0, 1)]
+    compared = watched(monkeypatch, shared_rows, "share")
     batch = padded(documents())
     for made in (*models, *models):
         made(**batch)
@@ -225,7 +207,7 @@ def test_ids_are_compared_once_for_all_models(monkeypatch):
 
 
 def test_under_torch_compile():
-    made = patch(tiny.model(layers=2), unpad=True, share_prefixes=True)
+    made = shared(tiny.model(layers=2))
     compiled = torch.compile(made, backend="aot_eager")
     for batch in (padded(documents(), "left"), padded(documents()[:4]), padded(documents()[2:])):
         real = batch["attention_mask"].bool()

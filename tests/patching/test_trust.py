@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from calls import watched
 from tiny_models import small_model
 from tolerance import assert_float32
 from torch import nn
@@ -52,6 +53,12 @@ class Blur(Smear):
         return self.mlp(x + x.mean(dim=1, keepdim=True))
 
 
+def mixing(mixer, model):
+    """Put the mixer around an MLP."""
+    model.model.layers[1].mlp = mixer(model.model.layers[1].mlp)
+    return model
+
+
 def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
     model = patch(unknown_model())
     assert "level: interface" in describe(model)
@@ -60,15 +67,13 @@ def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
 
 
 def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
-    model = unknown_model()
-    model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
+    model = mixing(Smear, unknown_model())
     assert "level: rebatch" in describe(patch(model))
     assert check(model).is_exact
 
 
 def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
-    model = unknown_model()
-    model.model.layers[1].mlp = Blur(model.model.layers[1].mlp)
+    model = mixing(Blur, unknown_model())
     with pytest.raises(UnsupportedModel, match=r"level interface: (.|\n)*level rebatch: packing is not exact"):
         patch(model)
     assert describe(model) == "not patched"
@@ -104,7 +109,7 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
     """A Llama that mixes tokens in its MLP is not the code that was measured: the check decides, and says where."""
     model = tiny.model()
     known = fingerprint(model)
-    model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
+    mixing(Smear, model)
     assert fingerprint(model) != known and known in known_sources()["llama"]
     with pytest.raises(ContaminationError, match=r"leak: (.|\n)*model.layers.1.mlp"):
         patch(model)
@@ -117,9 +122,8 @@ def test_known_code_is_not_checked_again(monkeypatch):
 
 
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
-    checked = []
+    checked = watched(monkeypatch, api, "check")
     monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
-    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or check(model))
     assert "level: attention" in describe(patch(tiny.model()))
     assert len(checked) == 1
 
@@ -136,9 +140,6 @@ def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
 def test_a_type_that_no_level_serves_is_refused_with_the_reason(model_type):
     with pytest.raises(UnsupportedModel, match="not causal under padding"):
         patch(small_model(model_type))
-
-
-# Traps ---------------------------------------------------------------------------------------------------------------
 
 
 def batch_of(docs):
@@ -181,9 +182,6 @@ def test_every_registered_type_was_found_exact_with_the_level_it_has():
     served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
     patches = {name: patch for name, patch in registered_patches().items() if name in results()}
     assert served == {name: patch.level for name, patch in patches.items()}
-
-
-# Native kernels ------------------------------------------------------------------------------------------------------
 
 
 class Decay(nn.Module):
@@ -254,7 +252,5 @@ def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
     wrong = Patch(model_types=("never_heard_of",), rebatch=True, origin="somebody")
     monkeypatch.setitem(registry._table(), "never_heard_of", wrong)
     assert "patch from somebody" in describe(patch(unknown_model()))
-    model = unknown_model()
-    model.model.layers[1].mlp = Blur(model.model.layers[1].mlp)
     with pytest.raises(ContaminationError):
-        patch(model)
+        patch(mixing(Blur, unknown_model()))

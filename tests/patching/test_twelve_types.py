@@ -14,19 +14,10 @@ from trl_packfa import check, describe, patch, unpatch
 pytestmark = pytest.mark.versions
 
 LEVELS = {
-    "llama": "attention",
-    "gemma3_text": "attention",
-    "phi3": "attention",
-    "mixtral": "interface",
-    "gpt_oss": "interface",
-    "smollm3": "interface",
-    "deepseek_v3": "interface",
-    "gpt2": "interface",
-    "mamba2": "module",
-    "qwen3_next": "module",
-    "granitemoehybrid": "module",
-    "openai-gpt": "rebatch",
-}
+    "llama": "attention", "gemma3_text": "attention", "phi3": "attention", "mixtral": "interface",
+    "gpt_oss": "interface", "smollm3": "interface", "deepseek_v3": "interface", "gpt2": "interface",
+    "mamba2": "module", "qwen3_next": "module", "granitemoehybrid": "module", "openai-gpt": "rebatch",
+}  # fmt: skip
 # The keywords by which this transformers takes a cache: both while the old one is deprecated.
 CACHES = [
     name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters

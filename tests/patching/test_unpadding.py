@@ -36,18 +36,22 @@ def run(model, batch, **options):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_same(found, expected, batch):
+    real = batch["attention_mask"].bool()
+    assert_float32(found[0][real], expected[0][real].double())
+    assert_gradients(found[1], expected[1])
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("model_type", [*TYPES[1:], pytest.param(TYPES[0], marks=pytest.mark.versions)])
 def test_padded_batches_are_what_they_were(model_type, side):
     model, batch = small_model(model_type), padded(tiny.documents(), side)
-    expected, expected_grads = run(model, batch)
+    (expected, expected_grads), mask = run(model, batch), batch["attention_mask"]
     patch(model, unpad=True)
     before = counted(model).tokens
     logits, grads = run(model, batch)
     assert counted(model).tokens - before == sum(tiny.LENGTHS)
-    for ours, theirs in zip(
-        rows(logits, batch["attention_mask"]), rows(expected, batch["attention_mask"]), strict=True
-    ):
+    for ours, theirs in zip(rows(logits, mask), rows(expected, mask), strict=True):
         assert_float32(ours, theirs.double())
     assert_gradients(grads, expected_grads)
 
@@ -87,18 +91,16 @@ def compare_adapters(order, reentrant, documents, **options):
         return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
     batch = padded(documents, "left")
-    expected, expected_grads = run(adapted(tiny.model(layers=2)).train(), batch)
+    expected = run(adapted(tiny.model(layers=2)).train(), batch)
     model = tiny.model(layers=2)
     model = adapted(model if order == "adapter first" else patch(model, unpad=True, **options))
     model = patch(model, unpad=True, **options)
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    logits, grads = run(model.train(), batch)
+    made, real = run(model.train(), batch), batch["attention_mask"].bool()
     found = copy.copy(counted(model))
-    real = batch["attention_mask"].bool()
-    assert_float32(logits[real], expected[real].double())
-    assert_gradients(grads, expected_grads)
+    assert_same(made, expected, batch)
     with model.disable_adapter():  # DPO's reference
         reference = model(**batch).logits[real]
     with unpatch(model).disable_adapter():
@@ -212,19 +214,24 @@ def test_batches_without_pads_run_the_unpatched_code():
     assert torch.equal(model(**tiny.batch(tiny.documents())).logits, packed)
 
 
-def test_the_patch_is_copied_pickled_undone_and_idempotent():
-    model, batch = tiny.model(), padded(tiny.documents())
+def compare_copies(batch, **options):
+    """The counts of copies, after the patch was made twice, copied and undone."""
+    model = tiny.model()
     expected = model(**batch).logits
-    patch(model, unpad=True)
-    state = find_state(model)
-    assert find_state(patch(model, unpad=True)) is state
+    state = find_state(patch(model, unpad=True, **options))
+    assert find_state(patch(model, unpad=True, **options)) is state
     ours = model(**batch).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(**batch).logits, ours)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert all(torch.equal(other(**batch).logits, ours) for other in copies)
+    assert counted(patch(model, unpad=True)).sharing is None
     assert find_state(patch(model)).unpadding is None
     assert torch.equal(model(**batch).logits, expected)
-    patch(model, unpad=True)
-    assert torch.equal(unpatch(model)(**batch).logits, expected)
+    assert torch.equal(unpatch(patch(model, unpad=True, **options))(**batch).logits, expected)
+    return [counted(other) for other in copies]
+
+
+def test_the_patch_is_copied_pickled_undone_and_idempotent():
+    compare_copies(padded(tiny.documents()))
 
 
 def test_under_torch_compile():
@@ -265,7 +272,6 @@ def test_training_calls_that_ask_for_a_cache_are_told(caplog):
     model = patch(tiny.model(), unpad=True).train()
     for _ in range(2):
         model(**padded(tiny.documents()), use_cache=True)
-    assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [
-        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True), so they run with their pads. "
-        "Set use_cache=False to train without them."
-    ]
+    said = "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True), so they run with their pads. "
+    said += "Set use_cache=False to train without them."
+    assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [said]

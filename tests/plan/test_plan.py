@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from operations import kept_bytes
 from plans import UNEVEN, made
 from tolerance import assert_estimate
@@ -139,8 +140,7 @@ def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
     plan = make_plan(Source("d", tokens), args, [1])
     trainer.train()
     epoch = plan.chosen.epoch()
-    assert plan.chosen.strategy == strategy
-    assert epoch.steps == trainer.state.global_step
+    assert plan.chosen.strategy == strategy and epoch.steps == trainer.state.global_step
     assert plan.to_dict()["strategies"][strategy.name]["ranks"]["1"]["total_steps"] == trainer.state.max_steps
     if strategy != PADDED:
         assert plan.chosen.report == trainer.packing_reports["train"]
@@ -158,8 +158,6 @@ def tokenizer_folder(tmp_path):
 
 @pytest.mark.parametrize("name", [*FORMATS, "assistant only", "whole text"])
 def test_documents_are_tokenized_and_labelled_as_the_trainer_does(tmp_path, name):
-    from datasets import Dataset
-
     rows = FORMATS["messages" if name == "assistant only" else name if name in FORMATS else "prompt-completion"]
     only = {"assistant only": {"assistant_only_loss": True}, "whole text": {"completion_only_loss": False}}
     args = arguments(out=tmp_path, max_length=24, **only.get(name, {}))
@@ -167,9 +165,8 @@ def test_documents_are_tokenized_and_labelled_as_the_trainer_does(tmp_path, name
     tokens = read_documents(name, Dataset.from_list(rows), tokenizer_folder(tmp_path), args).tokens
     _, report = plan_overflow(*tokens, max_length=24, policy="truncate")
     assert report == trainer.packing_reports["train"]
-    assert (report.trained_tokens < report.packed_tokens - report.packed_documents) == (
-        name not in ("text", "messages", "whole text", "pre-tokenized")
-    )
+    trains_all = name in ("text", "messages", "whole text", "pre-tokenized")
+    assert (report.trained_tokens < report.packed_tokens - report.packed_documents) != trains_all
 
 
 def test_runs_of_trained_tokens_count_as_masks_do():

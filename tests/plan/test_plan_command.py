@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -27,9 +28,8 @@ def test_the_page_stands_alone(tmp_path, saved):
     assert page.count("<svg") == 6 and "<script" not in page and "@import" not in page
     outside = [t for t in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", page) if not t.startswith("#")]
     assert outside == []
-    assert re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1)) != [], (
-        "the search finds some"
-    )
+    found = re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1))
+    assert found != [], "the search finds some"
     assert all(sentence.split("'")[0] in page for sentence in plan.advice)
 
 
@@ -68,32 +68,29 @@ def test_the_command_tells_what_shared_histories_save(saved, tmp_path, capsys):
     assert "2.0 times fewer" in plan["advice"][-1]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--dataset_name", "DATA"], "InvalidConfig: no tokenizer"),
-        (["--tokenizer", "MODEL"], "InvalidConfig: no dataset"),
-        (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "processor from '/nowhere'"),
-        (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "has a role"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--overflow", "error", "--max_length", "9"],
-         "overflow='error'"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--max_tokens_per_microbatch", "3"],
-         "max_tokens_per_microbatch=3 is smaller than document"),
-        (["--dataset_name", "PACKED", "--tokenizer", "MODEL"], "its rows were packed before"),
-        (["--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
-        (["--lengths", "DATA"], "cannot read lengths from"),
-        (["--lengths", "EMPTY"], "is not a list of document lengths"),
-        (["--lengths", "FLOATS"], "is not a list of document lengths"),
-        (["--lengths", "ZERO"], "is not a list of document lengths"),
-        (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is not a list"),
-        (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is not a list"),
-        (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
-        (["--lengths", "GOOD", "--packing_strategy", "bfd", "--max_length", "none"], "max_length"),
-        (["--lengths", "GOOD", "--learning_speed", "1"], "learning_speed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--dataset_name", "DATA"], "InvalidConfig: no tokenizer"),
+    (["--tokenizer", "MODEL"], "InvalidConfig: no dataset"),
+    (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "processor from '/nowhere'"),
+    (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
+    (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
+    (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "has a role"),
+    (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--overflow", "error", "--max_length", "9"],
+     "overflow='error'"),
+    (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--max_tokens_per_microbatch", "3"],
+     "max_tokens_per_microbatch=3 is smaller than document"),
+    (["--dataset_name", "PACKED", "--tokenizer", "MODEL"], "its rows were packed before"),
+    (["--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
+    (["--lengths", "DATA"], "cannot read lengths from"),
+    (["--lengths", "EMPTY"], "is not a list of document lengths"),
+    (["--lengths", "FLOATS"], "is not a list of document lengths"),
+    (["--lengths", "ZERO"], "is not a list of document lengths"),
+    (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is not a list"),
+    (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is not a list"),
+    (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
+    (["--lengths", "GOOD", "--packing_strategy", "bfd", "--max_length", "none"], "max_length"),
+    (["--lengths", "GOOD", "--learning_speed", "1"], "learning_speed"),
+])  # fmt: skip
 def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, argv, message):
     row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}
     files = {"EMPTY": [], "FLOATS": [1.5, 2], "ZERO": [3, 0], "GOOD": [5, 9, 4], "PACKED": row}
@@ -107,7 +104,7 @@ def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, 
 
 
 def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "lengths.json").write_text("[5, 9]")
     argv = ["plan", "--output_dir", str(tmp_path), "--lengths", str(tmp_path / "lengths.json")]
     assert main([*argv, "--html", str(tmp_path / "plan.html")]) == 1

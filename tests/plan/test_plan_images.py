@@ -14,8 +14,7 @@ from trl_packfa.trainers.common.batching import Batching
 
 @pytest.fixture
 def argv(tmp_path):
-    model, processor = vision.family("llava")
-    for part in (model, processor):
+    for part in vision.family("llava"):
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
     vision.uneven(24, without=(3,)).to_parquet(tmp_path / "data" / "train.parquet")
@@ -30,9 +29,8 @@ def test_lengths_hold_the_tokens_of_images(argv, capsys, monkeypatch):
     assert main([*argv, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     # Words of prompt and answer, four marks of the template, and four tokens for each image.
-    expected = []
-    for i, row in enumerate(vision.uneven(24, without=(3,))):
-        expected.append((1 + i * 7 % 31) + (1 + i % 9) + 4 + 4 * len(row["images"]))
+    rows = enumerate(vision.uneven(24, without=(3,)))
+    expected = [(1 + i * 7 % 31) + (1 + i % 9) + 4 + 4 * len(row["images"]) for i, row in rows]
     assert plan["documents"] == 24 and plan["lengths"]["longest"] == max(expected)
     assert plan["lengths"]["mean"] == pytest.approx(np.mean(expected))
     assert set(plan["strategies"]) == {"padded", "minibatch", "step"} and plan["model"]["model_type"] == "llava"
@@ -51,13 +49,11 @@ def test_what_the_trainer_refuses_is_refused(argv, capsys):
 
 
 def test_each_rank_cuts_its_own_examples():
-    batching = Batching(STEP, batch_size=2, accumulation=2, world_size=2, keeps_ranks=True)
+    sizes = {"batch_size": 2, "accumulation": 2, "world_size": 2, "keeps_ranks": True}
     # Two rounds of two ranks: the largest padded micro-batch has 2 rows of 9.
     step = np.array([[[9, 1], [2, 2]], [[3, 4], [2, 1]]])
-    dealt = batching.recut(step, budget=1000)
+    dealt = Batching(STEP, **sizes).recut(step, budget=1000)
     assert [sorted(np.concatenate(rank).tolist()) for rank in dealt] == [[1, 3, 4, 9], [1, 2, 2, 2]]
     assert [len(rank) for rank in dealt] == [1, 1] and fewest_micro_batches(np.array([9, 1, 3, 4]), 18) == 1
-    small = Batching(STEP, batch_size=2, accumulation=2, world_size=2, keeps_ranks=True, budget=9).recut(
-        step, budget=1
-    )
+    small = Batching(STEP, **sizes, budget=9).recut(step, budget=1)
     assert [len(rank) for rank in small] == [2, 2] and all(part.sum() <= 9 for rank in small for part in rank)

@@ -23,9 +23,8 @@ def test_first_label_of_every_document_is_masked():
 
 
 def test_padding_is_one_trailing_document():
-    batch = DataCollatorForPacking(pad_token_id=9, pad_to_multiple_of=8)(
-        [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
-    )
+    collator = DataCollatorForPacking(pad_token_id=9, pad_to_multiple_of=8)
+    batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4]}])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 9, 9, 9, 9]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, -100, -100, -100, -100]]
     assert batch["packed_layout"].lengths == (3, 1, 4)
@@ -42,14 +41,11 @@ def test_losses_of_a_stream_are_summed():
     assert DataCollatorForPacking()(rows)[LOSSES] == (1, 0, 2, 34)
 
 
-@pytest.mark.parametrize(
-    ("examples", "message"),
-    [
-        ([{"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1], "labels": [1, 2]}], "2 input_ids and 1 labels"),
-        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], r"3 input_ids, but its seq_lengths \[2, 2\] sum up to 4"),
-        ([{"input_ids": [1, 2]}, {"input_ids": []}], "lengths must all be positive"),
-    ],
-)
+@pytest.mark.parametrize(("examples", "message"), [
+    ([{"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1], "labels": [1, 2]}], "2 input_ids and 1 labels"),
+    ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], r"3 input_ids, but its seq_lengths \[2, 2\] sum up to 4"),
+    ([{"input_ids": [1, 2]}, {"input_ids": []}], "lengths must all be positive"),
+])  # fmt: skip
 def test_examples_that_do_not_add_up_are_refused(examples, message):
     with pytest.raises(InvalidLayout, match=message):
         DataCollatorForPacking()(examples)

@@ -10,24 +10,21 @@ from trl_packfa.trainers.common import flops
 from trl_packfa.trainers.sft import throughput
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("AMD Instinct MI300X", 1307.4),
-        ("NVIDIA L40", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835),
+    ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA A100-PCIE-40GB", 312),
+    ("NVIDIA L4", 121),
+    ("NVIDIA L40S", 362),
+    ("AMD Instinct MI300X", 1307.4),
+    ("NVIDIA L40", None),
+    ("NVIDIA GH200 480GB", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA GeForce RTX 4090", None),
+])  # fmt: skip
 def test_devices_are_known_by_their_names(name, tflops):
     assert named_flops(name) == (None if tflops is None else tflops * 1e12)
 

@@ -45,7 +45,6 @@ def loss_of(logits, labels):
 
 
 def run(model, batch):
-    """Logits, summed loss, and gradients by name."""
     labels = batch.get("shift_labels")
     if labels is None:
         labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
@@ -82,9 +81,11 @@ def test_transformers_own_losses_add_up(monkeypatch):
     model, batch = KINDS["llama"]().double(), batch_of()
     models = [trl_packfa.patch(copy.deepcopy(model)) for _ in range(2)]
     expected = models[0](**batch, num_items_in_batch=10).loss
-    parts = Ranks(2).run(
-        monkeypatch, lambda shard: models[shard.rank](**shard_batch(batch, shard), num_items_in_batch=10).loss.detach()
-    )
+
+    def loss(shard):
+        return models[shard.rank](**shard_batch(batch, shard), num_items_in_batch=10).loss.detach()
+
+    parts = Ranks(2).run(monkeypatch, loss)
     assert_float32(sum(parts), expected.detach())
     assert differs(parts[0] * 2, expected.detach())
 
@@ -106,11 +107,11 @@ def test_a_batch_is_cut_into_parts_of_one_row():
     batch = {**batch_of((3, 4)), "weights": torch.arange(7.0)[None], "source": "a"}
     parts = [shard_batch(batch, RowShard(rank, 2)) for rank in range(2)]
     assert [part["input_ids"].shape for part in parts] == [(1, 4), (1, 4)]
-    assert torch.cat([part["input_ids"] for part in parts], dim=1).tolist()[0] == [*batch["input_ids"][0].tolist(), 0]
-    assert torch.cat([part["position_ids"] for part in parts], dim=1).tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    names = ("input_ids", "position_ids", "shift_labels")
+    ids, positions, told = (torch.cat([part[name] for part in parts], dim=1).tolist()[0] for name in names)
+    assert ids == [*batch["input_ids"][0].tolist(), 0] and positions == [0, 1, 2, 0, 1, 2, 3, 0]
     # The last token of a document predicts nothing, and the label of the first token of a part is not lost.
     labels = batch["labels"][0].tolist()
-    told = torch.cat([part["shift_labels"] for part in parts], dim=1).tolist()[0]
     assert told == [*labels[1:3], -100, *labels[4:7], -100, -100]
     layout = parts[1]["packed_layout"]
     assert layout.lengths == (3, 4, 1) and layout.padding == 1 and layout.local_shape == (1, 4)
@@ -152,19 +153,15 @@ def test_tokens_that_are_not_the_part_are_refused():
         trl_packfa.patch(KINDS["llama"]())(input_ids=batch["input_ids"], packed_layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("mamba", "documents run one by one in MambaMixer"),
-        ("openai-gpt", "the backbone runs document by document"),
-        ("bloom", "adds a bias to the scores"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("mamba", "documents run one by one in MambaMixer"),
+    ("openai-gpt", "the backbone runs document by document"),
+    ("bloom", "adds a bias to the scores"),
+])  # fmt: skip
 def test_models_that_need_whole_rows_are_refused(kind, reason):
     model = trl_packfa.patch(small_model(kind, num_hidden_layers=1))
-    with pytest.raises(
-        UnsupportedModel, match=rf"rows that 2 processes share(.|\n)*{reason}(.|\n)*sequence_parallel=1"
-    ):
+    said = rf"rows that 2 processes share(.|\n)*{reason}(.|\n)*sequence_parallel=1"
+    with pytest.raises(UnsupportedModel, match=said):
         model(**shard_batch(batch_of(vocabulary=40), RowShard(0, 2)))
 
 

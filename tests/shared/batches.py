@@ -1,7 +1,5 @@
-"""Random valid and contradictory batches, and the meaning that each must have, without an import of trl_packfa.
-
-Shape letters: B rows, L row length.
-"""
+"""Random valid and contradictory batches, and the meaning that each must have, without an import of trl_packfa. Shape
+letters: B rows, L row length."""
 
 import itertools
 import random
@@ -10,15 +8,8 @@ import torch
 
 REFUSED, UNPACKED = "refused", "unpacked"
 SOURCES = (
-    "packed_layout",
-    "flash",
-    "flash without positions",
-    "positions",
-    "positions",
-    "nothing",
-    "seq_idx",
-    "k only",
-)
+    "packed_layout", "flash", "flash without positions", "positions", "positions", "nothing", "seq_idx", "k only",
+)  # fmt: skip
 INTEGERS = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -86,9 +77,8 @@ def mask_of(rng, rows, length):
 
 def disturb(rng, call):
     """Put one contradiction, or none, into the keys of FlashAttention."""
-    kind = rng.choice(
-        ("none",) * 20 + ("shift", "total", "backwards", "k", "maximum", "dtype", "seq_idx", "tail", "list")
-    )
+    kinds = ("shift", "total", "backwards", "k", "maximum", "dtype", "seq_idx", "tail", "list")
+    kind = rng.choice(("none",) * 20 + kinds)
     offsets = call["cu_seq_lens_q"].clone()
     inner = rng.randrange(len(offsets))
     if kind == "shift" and 0 < inner < len(offsets) - 1:
@@ -104,9 +94,8 @@ def disturb(rng, call):
     elif kind == "maximum":
         call["max_length_q"] -= 1
     elif kind == "dtype":
-        call["cu_seq_lens_q"] = call["cu_seq_lens_k"] = offsets.to(
-            rng.choice((torch.int64, torch.float32, torch.int16))
-        )
+        dtype = rng.choice((torch.int64, torch.float32, torch.int16))
+        call["cu_seq_lens_q"] = call["cu_seq_lens_k"] = offsets.to(dtype)
     elif kind == "seq_idx":
         call["seq_idx"] = call["seq_idx"].clone()
         call["seq_idx"].view(-1)[rng.randrange(call["seq_idx"].numel()) :] += 1
@@ -170,10 +159,11 @@ def meaning(call, *, ignores_position_ids, most=None):
     told = offsets_of(call)
     if told == REFUSED:
         return REFUSED
-    if explicit is not None and told is not None and [b - a for a, b in itertools.pairwise(told) if b > a] != explicit:
-        return REFUSED
-    if explicit is None and told is not None:
-        explicit = [b - a for a, b in itertools.pairwise(told) if b > a]
+    if told is not None:
+        told = [b - a for a, b in itertools.pairwise(told) if b > a]
+        if explicit not in (None, told):
+            return REFUSED
+        explicit = told
     if positions is not None:
         # what cannot be read as positions of this batch
         if positions.shape[1] != length or positions.is_floating_point():

@@ -1,7 +1,5 @@
-"""Functions of `tests/test_gpu.py` for any device.
-
-On a CPU they run with the CPU's backends, so that no line is first executed on a GPU.
-"""
+"""Functions of `tests/test_gpu.py` for any device. On a CPU they run with the CPU's backends, so that no line is first
+executed on a GPU."""
 
 from contextlib import contextmanager
 
@@ -68,13 +66,11 @@ class KernelCase:
         self.upstream = torch.randn(self.layout.num_tokens, heads, self.value_dim, device=device, dtype=torch.float64)
 
     def tensors(self, seed=0):
-        """Return query, key, value and, if there are any, sinks."""
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(shape, generator=generator) for shape in self.shapes)
         return [x.to(self.device, self.dtype).requires_grad_() for x in drawn]
 
     def backend(self, name):
-        """Return the backend; skip with its reasons if it cannot run."""
         tensors = self.tensors()
         request = AttentionRequest.of(*tensors[:3], self.call(tensors))._replace(named=True)
         if reasons := get_backend(name).refusals(request):
@@ -82,7 +78,6 @@ class KernelCase:
         return get_backend(name)
 
     def run(self, backend, tensors):
-        """Return the output and the gradient of every tensor."""
         out = backend(*tensors[:3], self.call(tensors))
         return [out, *torch.autograd.grad(out, tensors, self.upstream.to(out.dtype))]
 
@@ -151,7 +146,6 @@ def padded_documents(batch):
 
 
 def logits_and_gradients(model, batch):
-    """Return logits and gradients of one packed batch, in float32."""
     model.zero_grad()
     logits = model(**batch).logits.float()
     logits.square().mean().backward()

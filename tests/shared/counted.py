@@ -1,13 +1,10 @@
-"""Count the operations of small steps.
-
-`PYTHONPATH=tools:benchmarks python tests/shared/counted.py` writes counts.json.
-"""
+"""Count the operations of small steps. `PYTHONPATH=tools:benchmarks python tests/shared/counted.py` writes
+counts.json."""
 
 import json
 import tempfile
 from pathlib import Path
 
-import tiny
 import torch
 import training
 from attention_speed import Heads, attend_with
@@ -40,15 +37,9 @@ def count_step(**options):
     """Count one optimizer step of a tiny LoRA Llama; without `packing_strategy` it is TRL's own, with a dense mask."""
     with tempfile.TemporaryDirectory() as out:
         common = {"out": out, "max_steps": 2, "gradient_accumulation_steps": 2, **options}
-        cls, arguments = (
-            (PackedSFTTrainer, PackedSFTConfig) if "packing_strategy" in options else (SFTTrainer, SFTConfig)
-        )
-        data = {
-            "train_dataset": training.dataset(),
-            "processing_class": tiny.tokenizer(),
-            "peft_config": training.lora_config(),
-        }
-        trainer = cls(tiny.model(layers=2), training.arguments(arguments, **common), **data)
+        packs = "packing_strategy" in options
+        args = training.arguments(PackedSFTConfig if packs else SFTConfig, **common)
+        trainer = training.packed_trainer(args, cls=PackedSFTTrainer if packs else SFTTrainer)
         step = _OneStep()
         trainer.add_callback(step)
         trainer.train()
@@ -56,7 +47,6 @@ def count_step(**options):
 
 
 def count_attention(side):
-    """Count one attention over a packed row, forward and backward."""
     layout = PackedLayout.from_lengths(LENGTHS)
     torch.manual_seed(0)
     tensors = [torch.randn(layout.num_tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
@@ -68,22 +58,16 @@ def count_attention(side):
 
 
 def measure():
-    """Count every case and return the counts by name."""
     steps = {f"step/{name}": count_step(**options(name)) for name in STRATEGIES}
     return {**steps, **{f"attention/{name}": count_attention(name) for name in BACKENDS}}
 
 
 def options(strategy):
-    """Return the arguments of a packed step."""
     rows = {"max_length": 128, "per_device_train_batch_size": 1} if strategy == "bfd" else {}
     return {"packing_strategy": strategy, **rows}
 
 
-def main():
+if __name__ == "__main__":
     torch.set_num_threads(1)
     BOUNDS.write_text(json.dumps({"torch": torch.__version__.split("+")[0], "cases": measure()}, indent=2) + "\n")
     print(f"wrote {BOUNDS}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
-"""Script of `test_distributed_encoders.py` under torchrun: an embedding model is trained with and without padding."""
+"""An embedding model trained with and without padding under torchrun, as `launches.py` starts it."""
 
 import tiny
 import torch
 from datasets import Dataset
 from launches import run_scenarios
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from training import logs_of, trained
 
 import trl_packfa
 
 
 def run(folder, *, model, free):
-    """Return the logged losses and gradient norms."""
     torch.manual_seed(0)
     model = SentenceTransformer(model, device="cpu")
     for module in model.modules():
@@ -31,8 +27,7 @@ def run(folder, *, model, free):
     trainer = SentenceTransformerTrainer(model, args=args, train_dataset=Dataset.from_dict(columns), loss=loss)
     if free:
         trl_packfa.padding_free(trainer)
-    trainer.train()
-    return [[entry[name] for name in ("loss", "grad_norm")] for entry in trainer.state.log_history if "loss" in entry]
+    return [[entry[name] for name in ("loss", "grad_norm")] for entry in logs_of(trained(trainer))]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,4 @@
-"""Script of `test_distributed_preference.py` under torchrun.
-
-It runs preference trainers one after the other in one process group, and prints each rank's logs as one line of JSON.
-
-    distributed_preference.py FOLDER SCENARIOS
-
-SCENARIOS is JSON, {name: arguments of `run`}.
-"""
+"""Preference trainers under torchrun, as `launches.py` starts them."""
 
 import os
 from pathlib import Path
@@ -17,10 +10,8 @@ from trl_trainers import build, build_packed, train
 
 
 def run(folder, *, kind, packed, **options):
-    """Train, with TRL's own trainer or packed, and return the logs.
-
-    Each step holds the same examples under any number of processes.
-    """
+    """Train, with TRL's own trainer or packed, and return the logs. Each step holds the same examples under any number
+    of processes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -32,9 +23,5 @@ def run(folder, *, kind, packed, **options):
     return train(trainer)
 
 
-def main():
-    run_scenarios(run)
-
-
 if __name__ == "__main__":
-    main()
+    run_scenarios(run)

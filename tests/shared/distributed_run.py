@@ -1,10 +1,8 @@
-"""Script of `test_distributed.py` under torchrun or accelerate.
-
-It does packed runs one after the other in one process group, and prints each result as one line of JSON.
+"""Packed runs under torchrun or accelerate, as `launches.py` starts them.
 
     distributed_run.py FOLDER SCENARIOS [RANK]
 
-SCENARIOS is JSON, {name: arguments of `run`}. RANK, if given, is killed at the end, while the others wait for it.
+RANK, if given, is killed at the end, while the others wait for it.
 """
 
 import os
@@ -24,13 +22,13 @@ from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import arguments, dataset, lora_config, losses, packed_trainer
+from training import arguments, dataset, logs_of, lora_config, losses, packed_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
-from trl_packfa import PackedLayout, PackedSFTConfig
+from trl_packfa import PackedLayout, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.attention import dispatch
 from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import ContaminationError
@@ -54,17 +52,13 @@ def mamba():
 
 def quantized(base, storage):
     """Load the saved model in NF4, with its codes in tensors of this dtype."""
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_quant_storage=storage
-    )
+    config = BitsAndBytesConfig(**tiny.NF4, bnb_4bit_quant_storage=storage)
     return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
 
 
 def deepspeed_options(stage):
-    """Return a trainer's arguments for ZeRO in this stage.
-
-    In stage 3 DeepSpeed would keep the weights of a small model whole between their uses.
-    """
+    """Return a trainer's arguments for ZeRO in this stage. In stage 3 DeepSpeed would keep the weights of a small
+    model whole between their uses."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
@@ -92,14 +86,11 @@ def experts():
     return small_model("mixtral", num_hidden_layers=2)
 
 
-def of_four_heads(kind):
-    """Build a model that four processes can share, with fewer key/value heads than processes."""
-    return small_model(kind, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-
-
 SHARED = ("llama", "qwen3", "gemma2", "gpt_oss")
+# Models that four processes can share have fewer key/value heads than processes.
+FOUR_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 BUILDERS = {"model": model, "mamba": mamba, "experts": experts}
-BUILDERS |= {kind: partial(of_four_heads, kind) for kind in SHARED}
+BUILDERS |= {kind: partial(small_model, kind, **FOUR_HEADS) for kind in SHARED}
 
 
 def cut_before_the_shift(labels, layout):
@@ -128,10 +119,6 @@ FAULTS = {
 
 @contextmanager
 def faulty(name):
-    """Share rows in a wrong way."""
-    if name is None:
-        yield
-        return
     owner, slot, fault = FAULTS[name]
     right = vars(owner)[slot]
     setattr(owner, slot, fault)
@@ -155,30 +142,22 @@ def trainer_of(
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
     ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora, "sequence_parallel": sequence_parallel}
     args = arguments(
-        SFTConfig if padded else PackedSFTConfig,
-        out=folder,
-        per_device_train_batch_size=BATCH * sequence_parallel // world,
-        save_strategy="steps",
-        save_steps=SAVE,
-        **ours,
+        SFTConfig if padded else PackedSFTConfig, out=folder, save_strategy="steps", save_steps=SAVE,
+        per_device_train_batch_size=BATCH * sequence_parallel // world, **ours,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}),
         **{"ddp_backend": "gloo" if world > 1 else None, **defaults, **options},
-    )
-    if padded:
-        tokenizer, adapter = tiny.tokenizer(), lora_config() if lora else None
-        return SFTTrainer(built, args, train_dataset=dataset(), processing_class=tokenizer, peft_config=adapter)
+    )  # fmt: skip
     if patch_first:
         trl_packfa.patch(built)
     adapter = lora_config() if lora else None
-    return packed_trainer(args, model=built, peft_config=adapter, train_dataset=dataset(documents))
+    cls = SFTTrainer if padded else PackedSFTTrainer
+    return packed_trainer(args, cls=cls, model=built, peft_config=adapter, train_dataset=dataset(documents))
 
 
 def take_fsdp_on_a_cpu():
-    """Make accelerate run FSDP on a CPU.
-
-    accelerate 1.15 shards on accelerators only and silently runs FSDP on a CPU as DDP, although torch's `fully_shard`
-    works there. This function enters accelerate's FSDP branch; the rest is accelerate's own code.
-    """
+    """Make accelerate run FSDP on a CPU. accelerate 1.15 shards on accelerators only and silently runs FSDP on a CPU
+    as DDP, although torch's `fully_shard` works there. This function enters accelerate's FSDP branch; the rest is
+    accelerate's own code."""
     construct = AcceleratorState.__init__
 
     def enter(self, *args, fsdp_plugin=None, **kwargs):
@@ -191,11 +170,9 @@ def take_fsdp_on_a_cpu():
 
 
 def take_deepspeed_on_a_cpu():
-    """Make accelerate run DeepSpeed on a CPU.
-
-    accelerate 1.15 has no process group for DeepSpeed on a CPU and starts it as one process, although DeepSpeed has a
-    CPU accelerator. This function selects gloo; the rest is accelerate's and DeepSpeed's own code.
-    """
+    """Make accelerate run DeepSpeed on a CPU. accelerate 1.15 has no process group for DeepSpeed on a CPU and starts
+    it as one process, although DeepSpeed has a CPU accelerator. This function selects gloo; the rest is accelerate's
+    and DeepSpeed's own code."""
     prepare = PartialState._prepare_backend
 
     def enter(self, *args, **kwargs):
@@ -209,11 +186,9 @@ def run(
     folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, builds="model", fault=None,
     **scenario,
 ):  # fmt: skip
-    """Train and save, and return losses, counts, engine and graphs.
-
-    With `leak`, the rank with leaking attention, return the error of each rank. With `wrap`, an engine, return the
-    verdict of each rank on a model that is patched after wrapping. With `fault`, rows are shared in a wrong way.
-    """
+    """Train and save, and return losses, counts, engine and graphs. With `leak`, the rank with leaking attention,
+    return the error of each rank. With `wrap`, an engine, return the verdict of each rank on a model that is patched
+    after wrapping. With `fault`, rows are shared in a wrong way."""
     if wrap is not None:
         return check_wrapped(wrap)
     build = partial(quantized, *nf4) if nf4 else BUILDERS[builds]
@@ -237,15 +212,16 @@ def run(
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(f"{folder}/saved")
+    logs, proof = logs_of(trainer), None if scenario.get("padded") else trainer.exactness
     return {
         "losses": losses(trainer),
-        "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
-        "accuracy": [entry.get("mean_token_accuracy") for entry in trainer.state.log_history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in logs],
+        "accuracy": [entry.get("mean_token_accuracy") for entry in logs],
         "flos": trainer.state.total_flos,
-        "sharded_row": None if scenario.get("padded") else trainer.exactness.sharded_row,
-        "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
+        "sharded_row": proof and proof.sharded_row,
+        "tokens": [entry["num_tokens"] for entry in logs],
         "trained": sum(gather_object([sum(trained)])),
-        "verdict": "padded" if scenario.get("padded") else trainer.exactness.verdict,
+        "verdict": proof.verdict if proof else "padded",
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
         "graphs": compiled_graphs(),
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],
@@ -284,7 +260,6 @@ def errors_of_all(trainer, rank, kind="forward"):
 
 
 def caught(trainer):
-    """Train, and return the error of each rank."""
     try:
         trainer.train()
     except ContaminationError as error:
@@ -305,17 +280,13 @@ def check_wrapped(engine):
     return gather_object([trl_packfa.check(trl_packfa.patch(built)).verdict])
 
 
-def main():
-    take_fsdp_on_a_cpu()
-    take_deepspeed_on_a_cpu()
-    remember(setattr)
-    run_scenarios(run, before_the_end=_die_if_chosen)
-
-
 def _die_if_chosen(rank):
     if sys.argv[3:] == [str(rank)]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main()
+    take_fsdp_on_a_cpu()
+    take_deepspeed_on_a_cpu()
+    remember(setattr)
+    run_scenarios(run, before_the_end=_die_if_chosen)

@@ -12,8 +12,6 @@ def wrap(model, name, fault):
 
 
 class HalvesGradients(torch.autograd.Function):
-    """Right forwards, half the gradient backwards."""
-
     @staticmethod
     def forward(ctx, x):
         return x.clone()

@@ -1,9 +1,4 @@
-"""Trainers on images, beside TRL's own. As a script, under torchrun, it runs them one after the other on two ranks.
-
-    image_runs.py FOLDER SCENARIOS
-
-SCENARIOS is JSON, {name: arguments of `run`}. The logs are printed as one line of JSON.
-"""
+"""Trainers on images, beside TRL's own; as a script on two ranks under torchrun, as `launches.py` starts it."""
 
 import os
 
@@ -30,19 +25,20 @@ IN_FULL = {"optim": "sgd", "learning_rate": 1e-2, "use_peft": False}
 WRAPPED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "CLIPEncoderLayer"]}
 
 
+def _settings(kind, padded, lora, options):
+    """Return TRL's trainer, config and options of this kind, or ours; what only ours have is left out for TRL's."""
+    module, prefix = (trl, "") if padded else (trl_packfa, "Packed")
+    common = {"max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "learning_rate": 1e-4}
+    options = {**common, **({} if lora else IN_FULL), **options}
+    ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch") if padded else ()
+    options = {name: value for name, value in options.items() if name not in ours}
+    return getattr(module, f"{prefix}{kind}Trainer"), getattr(module, f"{prefix}{kind}Config"), options
+
+
 def build(out, family="llava", *, padded=False, data=None, lora=None, built=None, **options):
-    """Build a trainer on images of uneven sizes: ours, or TRL's own."""
     model, processor = built or vision.family(family)
     adapter = LoraConfig(r=4, target_modules=lora, task_type="CAUSAL_LM") if lora else None
-    options = {
-        "max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "learning_rate": 1e-4,
-        **({} if lora else IN_FULL), **options,
-    }  # fmt: skip
-    cls, config = trl_packfa.PackedSFTTrainer, trl_packfa.PackedSFTConfig
-    if padded:
-        cls, config = trl.SFTTrainer, trl.SFTConfig
-        ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch")
-        options = {name: value for name, value in options.items() if name not in ours}
+    cls, config, options = _settings("SFT", padded, lora, options)
     args = arguments(config, out, **options)
     data = vision.uneven() if data is None else data
     return cls(model, args=args, train_dataset=data, processing_class=processor, peft_config=adapter)
@@ -50,15 +46,8 @@ def build(out, family="llava", *, padded=False, data=None, lora=None, built=None
 
 def build_preference(kind, out, family="llava", *, padded=False, data=None, lora=None, **options):
     """Build a trainer of pairs (`DPO`) or answers (`KTO`) about images of uneven sizes: ours, or TRL's own."""
-    trainer, config = (getattr(trl, kind + what) for what in ("Trainer", "Config"))
-    ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch")
-    if not padded:
-        trainer, config = (getattr(trl_packfa, f"Packed{kind}{what}") for what in ("Trainer", "Config"))
-    options = {
-        "max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "remove_unused_columns": False,
-        "per_device_train_batch_size": 2, "learning_rate": 1e-4, **({} if lora else IN_FULL), **options,
-    }  # fmt: skip
-    options = {name: value for name, value in options.items() if not (padded and name in ours)}
+    options = {"remove_unused_columns": False, "per_device_train_batch_size": 2, **options}
+    trainer, config, options = _settings(kind, padded, lora, options)
     model, processor = vision.family(family)
     data = (vision.uneven_pairs() if kind == "DPO" else vision.uneven_answers()) if data is None else data
     adapter = LoraConfig(r=4, target_modules=lora, task_type="CAUSAL_LM") if lora else None
@@ -104,11 +93,7 @@ def run(folder, *, kind=None, without=(), fsdp=False, zero=None, **options):
         return str(error)
 
 
-def main():
+if __name__ == "__main__":
     take_fsdp_on_a_cpu()
     take_deepspeed_on_a_cpu()
     run_scenarios(run)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,4 @@
-"""Script of `test_kills.py`: kill ranks of small distributed runs at seeded points and resume the runs.
-
-The last line of the output has the result of each point as JSON.
+"""Kill ranks of small distributed runs at seeded points, resume the runs, and print each point's result as JSON.
 
     kill_run.py FOLDER POINTS [SEED]
 
@@ -60,11 +58,8 @@ def free_port():
 
 
 def launch(folder, work, *, world=WORLD, limit=TIME_OUT):
-    """Run `work(rank)` in forks of this process.
-
-    Returns the exit status of each fork (`None` if it still ran at the limit), the text of each, and the seconds from
-    the first failure or stop to the end.
-    """
+    """Run `work(rank)` in forks of this process. Returns the exit status of each fork (`None` if it still ran at the
+    limit), the text of each, and the seconds from the first failure or stop to the end."""
     folder.mkdir(parents=True, exist_ok=True)
     port, started, struck, pids = free_port(), time.monotonic(), None, []
     for rank in range(world):
@@ -116,7 +111,6 @@ def _be_rank(rank, world, port, log, work):
 
 
 def arm(point):
-    """Make this rank die at the given point."""
     phase, step = point["phase"], point["step"]
     at = {"step": 0}
     how = signal.SIGSTOP if phase == "stopped" else signal.SIGKILL

@@ -1,8 +1,6 @@
-"""Tests of several processes: the launch of a script, and the script's side of it.
-
-A script gets a folder and its scenarios as JSON, `{name: arguments}`. It runs them one after the other, and prints
-what came of each as one line of JSON.
-"""
+"""Tests of several processes: the launch of a script, and the script's side of it. A script gets a folder and its
+scenarios as JSON, `{name: arguments of its run}`. It runs them one after the other in one process group, and prints
+what came of each as one line of JSON."""
 
 import itertools
 import json
@@ -23,7 +21,6 @@ def free_port():
 
 
 def torchrun(processes):
-    """Return the launcher's arguments of Python."""
     return ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", free_port()]
 
 
@@ -47,9 +44,7 @@ def launch_whole(script, folder, scenarios, *, processes=2, environment=None):
 
 def run_scenarios(run, *, before_the_end=lambda rank: None):
     """Run the scenarios of the command line with `run(folder, **arguments)`, and print what came of them.
-
-    `before_the_end` is called with the rank once the results are printed.
-    """
+    `before_the_end` is called with the rank once the results are printed."""
     folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
     results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
     state = PartialState()

@@ -57,15 +57,10 @@ class OperationCounter(TorchDispatchMode):
         return result
 
     def to_dict(self) -> dict[str, int]:
-        """Return all counts by name."""
         return {
-            "flops": self.flops,
-            "calls": self.calls,
-            "allocated_bytes": self.allocated,
-            "largest_bytes": self.largest,
-            "host_syncs": self.syncs,
-            "recompiles": self.compiled,
-        }
+            "flops": self.flops, "calls": self.calls, "allocated_bytes": self.allocated, "largest_bytes": self.largest,
+            "host_syncs": self.syncs, "recompiles": self.compiled,
+        }  # fmt: skip
 
 
 def kept_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:

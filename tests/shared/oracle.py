@@ -1,7 +1,5 @@
-"""Reference implementation without an import of trl_packfa: float64, one document at a time.
-
-Shape letters: T packed tokens, N heads, K key/value heads, H head dim.
-"""
+"""Reference implementation without an import of trl_packfa: float64, one document at a time. Shape letters: T packed
+tokens, N heads, K key/value heads, H head dim."""
 
 import copy
 

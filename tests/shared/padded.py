@@ -2,6 +2,8 @@
 
 import torch
 
+from trl_packfa.layout.padded_rows import PaddedRows
+
 SIDES = ("right", "left", "both")
 
 
@@ -16,6 +18,13 @@ def padded(documents, side="right", *, extra=3, pad=0):
         ids[i, start : start + len(document)] = document
         mask[i, start : start + len(document)] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def masks_read(monkeypatch):
+    """Return a list with an item for each mask that is read from now on."""
+    read, own = [], PaddedRows.from_mask.__func__
+    monkeypatch.setattr(PaddedRows, "from_mask", classmethod(lambda cls, mask: read.append(1) or own(cls, mask)))
+    return read
 
 
 def rows(tensor, mask):

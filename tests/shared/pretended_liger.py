@@ -1,8 +1,5 @@
-"""CPU stand-ins for Liger's kernels, as strict about dtypes, shapes and memory as liger-kernel 0.8.5.
-
-They take the same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of
-that version.
-"""
+"""CPU stand-ins for Liger's kernels, as strict about dtypes, shapes and memory as liger-kernel 0.8.5. They take the
+same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of that version."""
 
 from collections import Counter
 

@@ -1,9 +1,7 @@
-"""Take the proof of a model once in a process, for tests of something else than the proof.
-
-Hundreds of tests train the same small model, and the proof was half of their time. The key is the product's own
-identity of a proof, with what only a test changes: hooks, and forwards that are set on classes. A test that breaks a
-model in another way is marked `own_proof`.
-"""
+"""Take the proof of a model once in a process, for tests of something else than the proof. Hundreds of tests train the
+same small model, and the proof was half of their time. The key is the product's own identity of a proof, with what
+only a test changes: hooks, and forwards that are set on classes. A test that breaks a model in another way is marked
+`own_proof`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

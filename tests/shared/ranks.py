@@ -31,7 +31,6 @@ class Ranks:
             own.copy_(other)
 
     def run(self, monkeypatch, work):
-        """Return what `work(shard)` returns on each rank."""
         monkeypatch.setattr(distributed, "all_to_all_single", lambda to, of, group: group.all_to_all_single(to, of))
         monkeypatch.setattr(distributed, "all_gather", lambda to, of, group: group.all_gather(to, of))
 

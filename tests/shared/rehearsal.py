@@ -1,13 +1,11 @@
-"""Compile for an H100 on a machine without a GPU.
-
-torch's inductor writes CUDA code and Triton compiles it to machine code (cubins for sm_90); nothing is launched.
-torch and Triton see a device that does not exist. Dynamo and AOT trace on the CPU. Then a graph's inputs become fake
-tensors on `cuda`, and inductor compiles for these. This needs a CUDA build of torch.
-"""
+"""Compile for an H100 on a machine without a GPU. torch's inductor writes CUDA code and Triton compiles it to machine
+code (cubins for sm_90); nothing is launched. torch and Triton see a device that does not exist. Dynamo and AOT trace
+on the CPU. Then a graph's inputs become fake tensors on `cuda`, and inductor compiles for these. This needs a CUDA
+build of torch."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -103,12 +101,9 @@ class Rehearsal:
             mode = torch._guards.detect_fake_mode(inputs) or torch._guards.TracingContext.get().fake_mode
             fakes = [_on_cuda(x, mode) for x in inputs]
             _move_constants(graph, mode)
-            with _cuda_is_here(), mode:
-                if mode.shape_env is None:
-                    _Propagate(graph).run(*fakes)
-                else:
-                    with mode.shape_env.suppress_guards():
-                        _Propagate(graph).run(*fakes)
+            env = mode.shape_env
+            with _cuda_is_here(), mode, nullcontext() if env is None else env.suppress_guards():
+                _Propagate(graph).run(*fakes)
             with _cuda_is_here(), V.set_fake_mode(mode):
                 compile_fx_inner(graph, fakes, is_backward=name == "backward")
             self.passes.append(name)
@@ -150,9 +145,7 @@ def rehearse(call, *, backward: bool) -> Rehearsal:
 
 def compile_launches(monkeypatch, arch: int = 90) -> list[Kernel]:
     """Make each launch of a Triton kernel only compile it for an H100 (or `arch`), until the monkeypatch is undone.
-
-    Returns the list of compiled kernels. This needs only Triton: tensors are on the CPU and keep their values.
-    """
+    Returns the list of compiled kernels. This needs only Triton: tensors are on the CPU and keep their values."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -200,17 +193,9 @@ def install(monkeypatch) -> None:
     cuda = interfaces.CudaInterface
     monkeypatch.setattr(cuda, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(cuda, "get_compute_capability", staticmethod(lambda device=None: 90))
-    for name in (
-        "current_device",
-        "device_count",
-        "get_device_properties",
-        "synchronize",
-        "set_device",
-        "current_stream",
-    ):
-        monkeypatch.setattr(cuda, name, staticmethod(_CUDA[name]))
-    for name in ("exchange_device", "maybe_exchange_device"):
-        monkeypatch.setattr(cuda, name, staticmethod(_CUDA[f"_{name}"]))
+    public = ("current_device", "device_count", "get_device_properties", "synchronize", "set_device", "current_stream")
+    for name in (*public, "exchange_device", "maybe_exchange_device"):
+        monkeypatch.setattr(cuda, name, staticmethod(_CUDA[name if name in public else f"_{name}"]))
     monkeypatch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
     monkeypatch.setattr(CachingAutotuner, "_make_launchers", lambda self: _CURRENT[0].note(self))
     monkeypatch.setattr(CachingAutotuner, "_dynamic_scale_rblock", lambda self: None)
@@ -321,10 +306,8 @@ def _on_cuda(x, mode):
 
 
 def _move_constants(graph, mode):
-    """Move the tensors that a graph creates on the CPU to the device.
-
-    The inputs of inner functions (score and mask functions) move too.
-    """
+    """Move the tensors that a graph creates on the CPU to the device. The inputs of inner functions (score and mask
+    functions) move too."""
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:

@@ -22,10 +22,8 @@ def in_full(*values):
 
 
 def exhaustive(*values):
-    """Mark parameters to run in `make test-exhaustive` only; a case of `make test-all` is of the same kind.
-
-    A tuple is one value for each parameter of the test.
-    """
+    """Mark parameters to run in `make test-exhaustive` only; a case of `make test-all` is of the same kind. A tuple is
+    one value for each parameter of the test."""
     return [pytest.param(*(value if isinstance(value, tuple) else [value]), marks=EXHAUSTIVE) for value in values]
 
 

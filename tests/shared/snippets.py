@@ -12,11 +12,9 @@ from transformers import TrainingArguments
 
 # What stands behind every Hub name in README, recipes and scripts.
 MODELS = {
-    "meta-llama/Llama-3.2-1B": "llama",
-    "meta-llama/Llama-3.2-3B": "llama",
-    "Qwen/Qwen3-0.6B": "qwen3",
+    "meta-llama/Llama-3.2-1B": "llama", "meta-llama/Llama-3.2-3B": "llama", "Qwen/Qwen3-0.6B": "qwen3",
     "ibm-granite/granite-3.3-2b-base": "granite",
-}
+}  # fmt: skip
 EMBEDDER = "nomic-ai/modernbert-embed-base"
 LLAVA, IMAGES = "llava-hf/llava-1.5-7b-hf", "trl-lib/llava-instruct-mix"
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "1 2 3"} for row in rows(24)]
@@ -30,28 +28,29 @@ DATASETS = {
 
 def localize(text, folder):
     """Replace every Hub name in the text by a folder with a small stand-in."""
+
+    def place_of(name):
+        return folder / "hub" / name.replace("/", "--")
+
     for name, model_type in MODELS.items():
         if name in text:
-            path = folder / "hub" / name.replace("/", "--")
-            small_model(model_type, num_hidden_layers=2, intermediate_size=128).save_pretrained(path)
-            tiny.tokenizer().save_pretrained(path)
-            text = text.replace(f'"{name}"', repr(str(path)))
+            model = small_model(model_type, num_hidden_layers=2, intermediate_size=128)
+            text = text.replace(f'"{name}"', repr(tiny.save(place_of(name), model)))
     if EMBEDDER in text:
-        path = folder / "hub" / EMBEDDER.replace("/", "--")
+        path = place_of(EMBEDDER)
         small_encoder("modernbert", EMBEDDINGS).save_pretrained(path)
         tiny.save_tokenizer(path)
         text = text.replace(f'"{EMBEDDER}"', repr(str(path)))
     if LLAVA in text:
-        path = folder / "hub" / LLAVA.replace("/", "--")
+        path, data = place_of(LLAVA), place_of(IMAGES)
         vision.model().save_pretrained(path)
         vision.processor().save_pretrained(path)
-        data = folder / "hub" / IMAGES.replace("/", "--")
         data.mkdir(parents=True)
         vision.messages().to_parquet(data / "train.parquet")
         text = text.replace(f'"{LLAVA}"', repr(str(path))).replace(f'"{IMAGES}"', repr(str(data)))
     for name, data in DATASETS.items():
         if name in text:
-            path = folder / "hub" / name.replace("/", "--")
+            path = place_of(name)
             path.mkdir(parents=True)
             (path / "train.jsonl").write_text("\n".join(map(json.dumps, data)))
             text = text.replace(f'"{name}"', repr(str(path)))

@@ -1,8 +1,6 @@
 """Long run of a tiny model: memory, file descriptors, threads and log lines must not grow, steps must not slow down.
-
 `python tests/shared/soak.py --steps 20000 --data map` prints one JSON line; `test_soak.py` runs a short one and, with
-`SOAK_STEPS=20000`, the long ones. Linux only: figures come from /proc.
-"""
+`SOAK_STEPS=20000`, the long ones. Linux only: figures come from /proc."""
 
 from __future__ import annotations
 
@@ -37,14 +35,11 @@ def data(kind):
 
 
 def resident():
-    """Return the resident host memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Counter(logging.Handler):
-    """Log handler that counts the logged lines."""
-
     def __init__(self):
         super().__init__(logging.INFO)
         self.lines = 0
@@ -85,26 +80,22 @@ def soak(steps, kind, strategy, out):
     built = time.perf_counter()
     trainer.train()
     warm = len(watch.samples) // 10
-    first, last = watch.samples[warm], watch.samples[-1]
+    first, last, some = watch.samples[warm], watch.samples[-1], watch.samples[warm :: max(len(watch.samples) // 10, 1)]
     tenth = max(steps // 10, 1)
+    early, late = watch.seconds[tenth : 2 * tenth], watch.seconds[-tenth:]
     return {
         "data": kind,
         "strategy": strategy,
         "steps": steps,
         "seconds": round(time.perf_counter() - started, 1),
         "built_s": round(built - started, 2),
-        "memory_mb": [
-            round(sample[0] / 2**20, 1) for sample in watch.samples[warm :: max(len(watch.samples) // 10, 1)]
-        ],
+        "memory_mb": [round(sample[0] / 2**20, 1) for sample in some],
         "memory_growth": round(last[0] / first[0] - 1, 4),
         "files": [first[1], last[1]],
         "threads": [first[2], last[2]],
         "log_lines": [first[3], last[3]],
         "first_step_ms": round(watch.seconds[0] * 1e3, 1),
-        "median_step_ms": [
-            round(statistics.median(part) * 1e3, 2)
-            for part in (watch.seconds[tenth : 2 * tenth], watch.seconds[-tenth:])
-        ],
+        "median_step_ms": [round(statistics.median(part) * 1e3, 2) for part in (early, late)],
         "slowest_step_ms": round(max(watch.seconds[tenth:]) * 1e3, 1),
     }
 

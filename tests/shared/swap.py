@@ -45,5 +45,4 @@ def snapshot(trainer):
 
 
 def moved(trainer, before):
-    """Return the parameters that training has changed."""
     return {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}

@@ -13,17 +13,9 @@ LENGTHS = (13, 1, 29, 7, 21)
 VOCAB = 97
 
 _BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -91,10 +83,8 @@ def quantized(folder, quantization=NF4, **sizes):
 
 
 def logits_and_gradients(model, *, forward=None, context=nullcontext):
-    """Return the logits of the packed documents, and the gradients of the sum of their sines.
-
-    `forward` runs the model, if it is not called itself.
-    """
+    """Return the logits of the packed documents, and the gradients of the sum of their sines. `forward` runs the
+    model, if it is not called itself."""
     model.zero_grad()
     with context():
         logits = (forward or model)(**batch(documents())).logits
@@ -103,7 +93,6 @@ def logits_and_gradients(model, *, forward=None, context=nullcontext):
 
 
 def documents(lengths=LENGTHS, *, seed=0):
-    """Return documents of random token ids with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
@@ -116,7 +105,6 @@ def batch(docs, **options):
 
 
 def split(tensor, lengths=LENGTHS):
-    """Return the documents of a packed `(1, T, ...)` tensor."""
     return PackedLayout.from_lengths(lengths).split(tensor)
 
 
@@ -138,7 +126,6 @@ def tokenizer(words=()):
 
 
 def words(count, *, seed):
-    """Return random words of the tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(map(str, torch.randint(0, 80, (count,), generator=generator).tolist()))
 
@@ -148,6 +135,13 @@ def save_tokenizer(folder):
     made = tokenizer()
     made.model_max_length = 64
     made.save_pretrained(folder)
+
+
+def save(folder, built=None):
+    """Save a model, a Llama of two layers by default, with the tokenizer; return the folder's name."""
+    (built or model(layers=2)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def texts(column, count=64):

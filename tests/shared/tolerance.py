@@ -27,10 +27,8 @@ def assert_float32(actual, oracle):
 
 
 def assert_recomputed(actual, expected):
-    """Assert tier 3 for gradients through recomputed layers, in units of the largest, because sums are regrouped.
-
-    Two float64 results must agree within 1e-12, because regrouping changes only their last digits.
-    """
+    """Assert tier 3 for gradients through recomputed layers, in units of the largest, because sums are regrouped. Two
+    float64 results must agree within 1e-12, because regrouping changes only their last digits."""
     unit = expected.abs().max().clamp(min=1.0)
     if actual.dtype == expected.dtype == torch.float64:
         torch.testing.assert_close(actual / unit, expected / unit, rtol=0.0, atol=1e-12)

@@ -6,6 +6,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
@@ -39,36 +40,27 @@ def dataset(count=48, **options):
 
 def arguments(cls=PackedSFTConfig, out="out", **options):
     defaults = {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "max_steps": 3,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "use_cpu": ON_CPU,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
+        "max_steps": 3, "save_strategy": "no", "gradient_checkpointing": False, "use_cpu": ON_CPU, "bf16": False,
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
     return cls(str(out), **{**defaults, **options})
 
 
 def packed_trainer(args=None, *, model=None, cls=PackedSFTTrainer, **options):
-    options = {
-        "train_dataset": dataset(),
-        "processing_class": tiny.tokenizer(),
-        "peft_config": lora_config(),
-        **options,
-    }
-    if options["peft_config"] is None:
-        del options["peft_config"]
+    given = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), "peft_config": lora_config()}
+    options = {name: value for name, value in {**given, **options}.items() if (name, value) != ("peft_config", None)}
     return cls(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
 
 
 def padded_trainer(args, **options):
     """Build TRL's own trainer with the arguments of `packed_trainer`."""
     return packed_trainer(args, cls=SFTTrainer, **options)
+
+
+def trained(trainer, **options):
+    trainer.train(**options)
+    return trainer
 
 
 def logs_of(trainer):
@@ -85,6 +77,16 @@ def built_trainers(monkeypatch):
     built, build = [], script.build_trainer
     monkeypatch.setattr(script, "build_trainer", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
     return built
+
+
+class AfterEachStep(TrainerCallback):
+    """Callback that does something at the end of each step."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.act()
 
 
 def batches_of(trainer):
@@ -107,11 +109,9 @@ FORMATS = {
         for n in range(2, 26)
     ],
     "conversational prompt-completion": [
-        {
-            "prompt": [{"role": "user", "content": tiny.words(n, seed=n)}],
-            "completion": [{"role": "assistant", "content": "7 8 9"}],
-        }
+        {"prompt": [{"role": "user", "content": tiny.words(n, seed=n)}],
+         "completion": [{"role": "assistant", "content": "7 8 9"}]}
         for n in range(2, 26)
     ],
     "pre-tokenized": [{"input_ids": list(range(5, 5 + n)), "labels": [-100, *range(6, 5 + n)]} for n in range(2, 26)],
-}
+}  # fmt: skip

@@ -1,18 +1,15 @@
 """TRL's trainers on small models and uneven data, all built with the same code."""
 
+import importlib
+
 import tiny
 import torch
+import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tolerance import TRAJECTORY
-from training import arguments, logs_of
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BartConfig,
-    BartForSequenceClassification,
-)
+from training import arguments, logs_of, trained
 
 import trl_packfa
 
@@ -27,22 +24,18 @@ def pairs(count=24):
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 30, (count, 3), generator=generator).tolist()
     return [
-        {
-            "prompt": tiny.words(a, seed=i) + " ",
-            "chosen": tiny.words(b, seed=1000 + i),
-            "rejected": tiny.words(c + 5, seed=2000 + i),
-        }
+        {"prompt": tiny.words(a, seed=i) + " ", "chosen": tiny.words(b, seed=1000 + i),
+         "rejected": tiny.words(c + 5, seed=2000 + i)}
         for i, (a, b, c) in enumerate(sizes)
-    ]
+    ]  # fmt: skip
 
 
 def classifier(labels=1):
-    """Build a reward model with the language model's weights."""
     language = tiny.model(layers=2)
     config = language.config
     config.num_labels, config.pad_token_id = labels, 0
     torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.load_state_dict(language.state_dict(), strict=False)
     return model
 
@@ -75,16 +68,14 @@ def _adapter(kind):
 def _saved(folder):
     """Save a model, because GRPO and RLOO load their reference by name."""
     tiny.model(layers=2).save_pretrained(folder / "model")
-    return AutoModelForCausalLM.from_pretrained(folder / "model")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def build(
     kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, stream=False, **options
 ):
-    """Build a trainer of this kind; `cls` and `config` replace TRL's classes.
-
-    Without `reference` the trainer finds its own. With `stream` the training data are a stream.
-    """
+    """Build a trainer of this kind; `cls` and `config` replace TRL's classes. Without `reference` the trainer finds
+    its own. With `stream` the training data are a stream."""
     data = pairs() if data is None else data
     batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
     model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
@@ -115,7 +106,7 @@ def build(
     if kind == "reward":
         return made(trl.RewardTrainer, trl.RewardConfig, data)
     if kind in ("grpo", "rloo"):
-        trainer, config_ = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[kind]
+        trainer, config_ = (getattr(trl, kind.upper() + what) for what in ("Trainer", "Config"))
         settings = {"beta": 0.04, "num_generations": 4, "num_generations_eval": 4, "max_completion_length": 12}
         own = {"reward_funcs": [_reward, classifier()], "reward_processing_classes": [None, tokenizer()]}
         own |= {} if lora else {"model": _saved(out)}
@@ -128,18 +119,11 @@ def build(
 
 def _experimental(kind, made, data, prompts):
     length = {"settings": {"max_length": 60}}
-    if kind == "orpo":
-        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-        return made(ORPOTrainer, ORPOConfig, data, **length)
-    if kind == "cpo":
-        from trl.experimental.cpo import CPOConfig, CPOTrainer
-
-        return made(CPOTrainer, CPOConfig, data, **length)
-    if kind == "tpo":
-        from trl.experimental.tpo import TPOConfig, TPOTrainer
-
-        return made(TPOTrainer, TPOConfig, [{**row, "reference": row["chosen"]} for row in data], **length)
+    if kind in ("orpo", "cpo", "tpo"):
+        module = importlib.import_module(f"trl.experimental.{kind}")
+        trainer, config = (getattr(module, kind.upper() + what) for what in ("Trainer", "Config"))
+        rows = [{**row, "reference": row["chosen"]} for row in data] if kind == "tpo" else data
+        return made(trainer, config, rows, **length)
     if kind == "gkd":
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -179,16 +163,13 @@ def encoder_decoder():
     torch.manual_seed(0)
     sides = {f"{side}_{size}": value for side in ("encoder", "decoder")
              for size, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()}  # fmt: skip
-    return BartForSequenceClassification(
-        BartConfig(vocab_size=tiny.VOCAB, d_model=16, pad_token_id=0, num_labels=1, **sides)
-    )
+    config = transformers.BartConfig(vocab_size=tiny.VOCAB, d_model=16, pad_token_id=0, num_labels=1, **sides)
+    return transformers.BartForSequenceClassification(config)
 
 
 def differences(logs, others):
-    """Return the worst difference of each metric over all logs.
-
-    It is relative where the metric, or a metric that it is the difference of, is larger than one.
-    """
+    """Return the worst difference of each metric over all logs. It is relative where the metric, or a metric that it
+    is the difference of, is larger than one."""
     worst = {}
     for entry, other in zip(logs, others, strict=True):
         for name, value in entry.items():
@@ -206,10 +187,8 @@ def beyond(expected, logs, allowed=TRAJECTORY, *, besides=()):
 
 
 def train(trainer, **options):
-    """Train and return the training logs."""
     torch.manual_seed(0)
-    trainer.train(**options)
-    return logs_of(trainer)
+    return logs_of(trained(trainer, **options))
 
 
 def run(make, *args, **options):

@@ -2,26 +2,9 @@
 
 import tiny
 import torch
+import transformers
 from datasets import Dataset
 from tiny_models.composites import small_composite
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    DeepseekVLImageProcessorPil,
-    DeepseekVLProcessor,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaNextImageProcessorPil,
-    LlavaNextProcessor,
-    LlavaProcessor,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLProcessor,
-)
 
 _SIZE, _PATCH = 16, 8
 TEMPLATE = (
@@ -37,8 +20,8 @@ def processor():
     tokenizer = tiny.tokenizer(["<image>", "USER", "ASSISTANT"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": _SIZE, "width": _SIZE}
-    images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False, do_convert_rgb=True)
-    return LlavaProcessor(
+    images = transformers.CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False, do_convert_rgb=True)
+    return transformers.LlavaProcessor(
         images, tokenizer, patch_size=_PATCH, vision_feature_select_strategy="default",
         chat_template=TEMPLATE % "<image>", num_additional_image_tokens=1,
     )  # fmt: skip
@@ -46,32 +29,29 @@ def processor():
 
 def model():
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=_SIZE,
         patch_size=_PATCH, projection_dim=16,
     )  # fmt: skip
-    text = LlamaConfig(
+    text = transformers.LlamaConfig(
         vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     image_token = processor().tokenizer.convert_tokens_to_ids("<image>")
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=image_token,
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=image_token,
                          vision_feature_select_strategy="default", vision_feature_layer=-1)  # fmt: skip
-    return LlavaForConditionalGeneration(config)
+    return transformers.LlavaForConditionalGeneration(config)
 
 
 # Names of a family's special tokens; the first one stands for an image in the chat template.
 _TOKENS = {
-    "llava_next": ("<image>",),
-    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
-    "deepseek_vl": ("<image_placeholder>",),
+    "llava_next": ("<image>",), "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"), "deepseek_vl": ("<image_placeholder>",),
     "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-}
-FAMILIES = ("llava", *_TOKENS)
+}  # fmt: skip
 
 
-class _WithoutVideos(Qwen3VLProcessor):
+class _WithoutVideos(transformers.Qwen3VLProcessor):
     """Qwen3-VL's processor without a video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
@@ -80,16 +60,13 @@ class _WithoutVideos(Qwen3VLProcessor):
 
 
 def family(name):
-    """Build a small model of this family, and its processor."""
     if name == "llava":
         return model(), processor()
     tokenizer = tiny.tokenizer([*_TOKENS[name], "USER", "ASSISTANT"])
     tokenizer.add_special_tokens({"additional_special_tokens": list(_TOKENS[name])})
     built = small_composite(name)
-    config, ids = (
-        built.config,
-        dict(zip(_TOKENS[name], tokenizer.convert_tokens_to_ids(list(_TOKENS[name])), strict=True)),
-    )
+    config = built.config
+    ids = dict(zip(_TOKENS[name], tokenizer.convert_tokens_to_ids(list(_TOKENS[name])), strict=True))
     size, template = {"height": 32, "width": 32}, TEMPLATE % _TOKENS[name][0]
     if name == "gemma3":
         names = dict(zip(("boi_token", "image_token", "eoi_token"), _TOKENS[name], strict=True))
@@ -97,31 +74,34 @@ def family(name):
             setattr(tokenizer, role, token)
             setattr(tokenizer, f"{role}_id", ids[token])
         config.image_token_id = ids["<image_soft_token>"]
-        images = Gemma3ImageProcessorPil(size=size)
-        return built, Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+        images = transformers.Gemma3ImageProcessorPil(size=size)
+        return built, transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
     config.image_token_id = ids[_TOKENS[name][0]]
     if name == "qwen3_vl":
         config.vision_config.deepstack_visual_indexes = [0, 2]
         config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = list(ids.values())[1:]
         torch.manual_seed(0)
         size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-        images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
+        images = transformers.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
         template = TEMPLATE % "<|vision_start|> <|image_pad|> <|vision_end|>"
         return type(built)(config), _WithoutVideos(images, tokenizer, chat_template=template)
     if name == "llava_next":
         pinpoints = config.image_grid_pinpoints
-        images = LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=size, image_grid_pinpoints=pinpoints)
-        strategy = config.vision_feature_select_strategy
-        return built, LlavaNextProcessor(images, tokenizer, 8, strategy, template, num_additional_image_tokens=1)
-    if name == "idefics3":
-        images = Idefics3ImageProcessorPil(
-            size={"longest_edge": 32}, max_image_size={"longest_edge": 32}, do_image_splitting=False
+        images = transformers.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 32}, crop_size=size, image_grid_pinpoints=pinpoints
         )
+        strategy = config.vision_feature_select_strategy
+        return built, transformers.LlavaNextProcessor(
+            images, tokenizer, 8, strategy, template, num_additional_image_tokens=1
+        )
+    if name == "idefics3":
+        edge = {"longest_edge": 32}
+        images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
         tokens = (32 // 8) ** 2 // config.scale_factor**2
-        return built, Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=template)
+        return built, transformers.Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=template)
     tokenizer.image_token = _TOKENS[name][0]
-    images = DeepseekVLImageProcessorPil(size=size, min_size=16)
-    return built, DeepseekVLProcessor(images, tokenizer, template, num_image_tokens=(32 // 8) ** 2)
+    images = transformers.DeepseekVLImageProcessorPil(size=size, min_size=16)
+    return built, transformers.DeepseekVLProcessor(images, tokenizer, template, num_image_tokens=(32 // 8) ** 2)
 
 
 def images(count):
@@ -140,10 +120,8 @@ def messages(count=12):
 
 
 def uneven(count=24, *, without=()):
-    """Return conversations about one or two images of uneven sizes, with texts of uneven lengths.
-
-    Rows whose number is in `without` have no image.
-    """
+    """Return conversations about one or two images of uneven sizes, with texts of uneven lengths. Rows whose number is
+    in `without` have no image."""
     from PIL import Image
 
     rows = []

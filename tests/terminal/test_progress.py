@@ -20,7 +20,6 @@ from trl_packfa.terminal.progress import RichProgressCallback
 
 
 def shown(out, *, terminal=False, resumed=False, evaluation=None, **options):
-    """What a run of some steps prints, and the trainer."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=160, color_system=None)
     trainer = packed_trainer(arguments(out=out, check_packing=False, **options), eval_dataset=evaluation)
     RichProgressCallback.attach(trainer, "training", console)
@@ -68,9 +67,8 @@ def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
     """Not those of before, in the time of the first step, nor with an evaluation in it."""
     saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     shown(tmp_path, max_steps=2, **saving)
-    text, trainer = shown(
-        tmp_path, resumed=True, max_steps=4, eval_strategy="steps", eval_steps=1, evaluation=dataset(8), **saving
-    )
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "evaluation": dataset(8)}
+    text, trainer = shown(tmp_path, resumed=True, max_steps=4, **evaluating, **saving)
     speeds = logged(trainer, "tokens_per_second")
     for step in (3, 4):
         assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s", text)
@@ -79,8 +77,7 @@ def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
 def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
     """No bars, whose refreshes would be lines; counts once, in the table; the proof as a table with its time."""
     monkeypatch.chdir(tmp_path)
-    small_model("qwen3").save_pretrained("model")
-    tiny.tokenizer().save_pretrained("model")
+    tiny.save("model", small_model("qwen3"))
     Path("data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f " * (n + 1)}) for n in range(12)))
     argv = "train --model_name_or_path model --dataset_name data.jsonl --output_dir out --max_steps 4 --max_length 16"
     argv += " --use_cpu true --bf16 false --report_to none --save_steps 2 --per_device_train_batch_size 2"
@@ -121,20 +118,15 @@ def test_in_a_pipe_what_takes_long_writes_lines(tmp_path):
         "tqdm.std.time = lambda: next(now)\n"
         "with a_line_per_thing(): data.map(lambda row: row, desc='Tokenizing')\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
-    )
+    options = {"capture_output": True, "text": True, "check": True, "env": {**os.environ, "COLUMNS": "80"}}
+    ran = subprocess.run([sys.executable, "-c", code], **options)
     assert re.search(r"Tokenizing: \d/3, .* to go\n", ran.stderr)
 
 
 def test_the_losses_of_a_run_are_drawn(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
-    history = [
-        {"loss": 3.0, "step": 1},
-        {"eval_loss": 2.5, "step": 1},
-        {"loss": 2.0, "step": 2},
-        {"other": 1, "step": 2},
-    ]
+    history = [{"loss": 3.0, "step": 1}, {"eval_loss": 2.5, "step": 1}]
+    history += [{"loss": 2.0, "step": 2}, {"other": 1, "step": 2}]
     assert save_loss_curve(history, tmp_path / "curve.png")
     assert matplotlib.image.imread(tmp_path / "curve.png").std() > 0
     assert not save_loss_curve(history[:2], tmp_path / "none.png") and not (tmp_path / "none.png").exists()

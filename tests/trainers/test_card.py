@@ -3,14 +3,13 @@
 import dataclasses
 
 import tiny
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, trained
 
 from trl_packfa.trainers.common.packed_run import add_section, packing_section
 
 
 def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48))
-    trainer.train()
+    trainer = trained(packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48)))
     card = (tmp_path / "README.md").read_text()
     section = card.split("## Packing\n")[1].split("\n## ")[0]
     proof = trainer.exactness

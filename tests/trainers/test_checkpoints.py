@@ -7,17 +7,12 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from selection import in_full
-from training import SAVING, arguments, losses, packed_trainer
+from training import SAVING, arguments, losses, packed_trainer, trained
 from trl_trainers import build_packed
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.checkpoint_files import (
-    MANIFEST,
-    PACKING_REPORT,
-    damage,
-    last_whole_checkpoint,
-    write_manifest,
-)
+from trl_packfa.trainers.common import checkpoint_files
+from trl_packfa.trainers.common.checkpoint_files import MANIFEST, PACKING_REPORT, damage, last_whole_checkpoint
 
 # A rate that does not depend on how many steps are meant.
 LONGER = {**SAVING, "max_steps": 6, "lr_scheduler_type": "constant"}
@@ -40,9 +35,8 @@ TRAINERS = {"sft": sft, "dpo": dpo}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """By trainer, a folder with the checkpoints 2 and 4."""
-    folders = {}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in TRAINERS}
     for kind, make in TRAINERS.items():
-        folders[kind] = tmp_path_factory.mktemp(kind)
         make(folders[kind], max_steps=4).train()
     return folders
 
@@ -50,11 +44,7 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def run(saved, tmp_path):
     """A copy to spoil."""
-
-    def copy(kind):
-        return shutil.copytree(saved[kind], tmp_path / kind)
-
-    return copy
+    return lambda kind: shutil.copytree(saved[kind], tmp_path / kind)
 
 
 def truncated(path):
@@ -67,12 +57,9 @@ def flipped(path):
     path.write_bytes(content)
 
 
+ADAPTER = "adapter_model.safetensors"
 DAMAGES = {
-    "a cut adapter": (
-        "adapter_model.safetensors",
-        truncated,
-        r"100 of the [\d,]+ bytes of adapter_model\.safetensors",
-    ),
+    "a cut adapter": (ADAPTER, truncated, r"100 of the [\d,]+ bytes of adapter_model\.safetensors"),
     "a cut optimizer": ("optimizer.pt", truncated, r"100 of the [\d,]+ bytes of optimizer\.pt"),
     "no optimizer": ("optimizer.pt", lambda path: path.unlink(), r"no optimizer\.pt"),
     "one bit": ("optimizer.pt", flipped, r"other contents in optimizer\.pt than were written"),
@@ -99,24 +86,20 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_named(run, cap
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_it_goes_on_from_there_as_if_nothing_was(saved, run, tmp_path, kind):
     folder = run(kind)
-    truncated(folder / "checkpoint-4" / "adapter_model.safetensors")
-    straight, resumed = TRAINERS[kind](run_of(saved, tmp_path, kind)), TRAINERS[kind](folder)
+    truncated(folder / "checkpoint-4" / ADAPTER)
+    straight = TRAINERS[kind](shutil.copytree(saved[kind], tmp_path / "straight"))
+    resumed = TRAINERS[kind](folder)
     for trainer in (straight, resumed):
         trainer.train(resume_from_checkpoint="last")
     assert losses(resumed) == losses(straight) and len(losses(resumed)) == 6
-
-
-def run_of(saved, tmp_path, kind):
-    return shutil.copytree(saved[kind], tmp_path / "straight")
 
 
 def test_nothing_whole_names_every_damage(run):
     folder = run("sft")
     for number in (2, 4):
         truncated(folder / f"checkpoint-{number}" / "optimizer.pt")
-    with pytest.raises(
-        InvalidConfig, match=r"no whole checkpoint(.|\n)*checkpoint-2 has 100 of (.|\n)*checkpoint-4 has"
-    ):
+    said = r"no whole checkpoint(.|\n)*checkpoint-2 has 100 of (.|\n)*checkpoint-4 has"
+    with pytest.raises(InvalidConfig, match=said):
         sft(folder).train(resume_from_checkpoint=True)
 
 
@@ -132,7 +115,7 @@ def test_parts_in_folders_are_in_the_manifest(tmp_path):
     part = tmp_path / "pytorch_model_fsdp_0" / "__0_0.distcp"
     part.parent.mkdir()
     part.write_bytes(b"weights")
-    write_manifest(tmp_path)
+    checkpoint_files.write_manifest(tmp_path)
     assert damage(tmp_path) is None
     part.write_bytes(b"weight")
     assert damage(tmp_path) == f"6 of the 7 bytes of {part.relative_to(tmp_path)}"
@@ -143,8 +126,7 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_and_what_it_lacks_is_said(r
     folder = run("sft")
     (folder / "checkpoint-4" / MANIFEST).unlink()
     (folder / "checkpoint-4" / file).unlink()
-    trainer = sft(folder)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(sft(folder), resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
     assert f"checkpoint-4 has no {MANIFEST}: its files are not checked" in caplog.text
     assert "checkpoint-4 does not hold " in caplog.text and f"{file}" in caplog.text
@@ -163,12 +145,10 @@ def test_a_whole_one_says_nothing(run, caplog):
 
 def test_other_labels_are_refused(run):
     folder = run("sft")
-    with pytest.raises(
-        InvalidConfig, match=r"other data(.|\n)*what is trained of them then: \d+ tokens(.|\n)*now: \d+"
-    ):
+    said = r"other data(.|\n)*what is trained of them then: \d+ tokens(.|\n)*now: \d+"
+    with pytest.raises(InvalidConfig, match=said):
         sft(folder, completion_only_loss=False).train(resume_from_checkpoint=True)
-    trainer = sft(folder, completion_only_loss=False, ignore_data_skip=True)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(sft(folder, completion_only_loss=False, ignore_data_skip=True), resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
 
 
@@ -225,6 +205,6 @@ def test_dropout_may_change_and_the_order_of_targets(run):
 
 def test_the_manifest_names_what_a_resumed_run_reads(saved):
     files = json.loads((saved["sft"] / "checkpoint-4" / MANIFEST).read_text())["files"]
-    wanted = {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
+    wanted = {ADAPTER, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
               "trainer_state.json", "packing_progress.json", PACKING_REPORT}  # fmt: skip
     assert wanted <= set(files) and MANIFEST not in files

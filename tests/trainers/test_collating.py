@@ -6,21 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from padded import masks_read
 from selection import in_full
 from tolerance import TRAJECTORY
 from torch.utils.data import DataLoader
 from trl_trainers import build, differences, train
 
 import trl_packfa
-from trl_packfa.layout import padded_rows
 from trl_packfa.layout.padded_rows import rows_of
 from trl_packfa.trainers.common.collating import CountedBatch, CountingCollator
 
 
 @dataclass
 class Collator:
-    """Pads rows of ones."""
-
     pad: int = 0
 
     def __call__(self, lengths):
@@ -32,12 +30,7 @@ class Collator:
 
 @pytest.fixture
 def read(monkeypatch):
-    """Count how often a mask was read."""
-    times, own = [], padded_rows.PaddedRows.from_mask.__func__
-    monkeypatch.setattr(
-        padded_rows.PaddedRows, "from_mask", classmethod(lambda cls, mask: times.append(1) or own(cls, mask))
-    )
-    return times
+    return masks_read(monkeypatch)
 
 
 def test_batches_hold_tensors_and_know_their_rows_wherever_they_go(read):

@@ -33,19 +33,9 @@ def test_every_field_of_trls_configs_is_there_with_help():
         assert {f.name for f in dataclasses.fields(theirs)} <= ours.keys()
     own = ours.keys() - {f.name for c in (SFTConfig, ModelConfig) for f in dataclasses.fields(c)}
     assert own == {
-        "loss_by",
-        "loss_weighting",
-        "max_tokens_per_microbatch",
-        "fused_lora",
-        "fused_kernels",
-        "peak_tflops",
-        "share_prefixes",
-        "sequence_parallel",
-        "expand_turns",
-        "overflow",
-        "check_packing",
-        "attention_backend",
-    }
+        "loss_by", "loss_weighting", "max_tokens_per_microbatch", "fused_lora", "fused_kernels", "peak_tflops",
+        "share_prefixes", "sequence_parallel", "expand_turns", "overflow", "check_packing", "attention_backend",
+    }  # fmt: skip
     assert all(ours[name].metadata.get("help") for name in own)
 
 
@@ -78,29 +68,24 @@ def test_bfd_split_is_bfd_that_splits():
     assert config(packing_strategy="bfd_split").overflow == "split"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"packing": False, "packing_strategy": "bfd"}, "packing=False, but packing_strategy='bfd'"),
-        ({"packing_strategy": "bfd", "max_length": None}, r"fills rows of max_length tokens, max_length is None"),
-        ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'step', 'minibatch', 'bfd'"),
-        ({"overflow": "cut"}, r"overflow='cut' does not exist(.|\n)*'truncate', 'split'"),
-        ({"max_length": 1}, "a document needs two tokens"),
-        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: a document needs two tokens"),
-        ({"max_tokens_per_microbatch": 9, "packing_strategy": "bfd"}, "has no effect under packing_strategy='bfd'"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "both decide how a step is cut"),
-        ({"use_peft": False, "load_in_4bit": True}, "quantized weights cannot be trained"),
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names 'lm_head'"),
-        (
-            {"packing_strategy": "bfd", "train_sampling_strategy": "group_by_length"},
-            "has nothing to order under packing_strategy='bfd'",
-        ),
-        ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
-        ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
-        ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"packing": False, "packing_strategy": "bfd"}, "packing=False, but packing_strategy='bfd'"),
+    ({"packing_strategy": "bfd", "max_length": None}, r"fills rows of max_length tokens, max_length is None"),
+    ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'step', 'minibatch', 'bfd'"),
+    ({"overflow": "cut"}, r"overflow='cut' does not exist(.|\n)*'truncate', 'split'"),
+    ({"max_length": 1}, "a document needs two tokens"),
+    ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: a document needs two tokens"),
+    ({"max_tokens_per_microbatch": 9, "packing_strategy": "bfd"}, "has no effect under packing_strategy='bfd'"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "both decide how a step is cut"),
+    ({"use_peft": False, "load_in_4bit": True}, "quantized weights cannot be trained"),
+    ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names 'lm_head'"),
+    ({"packing_strategy": "bfd", "train_sampling_strategy": "group_by_length"},
+     "has nothing to order under packing_strategy='bfd'"),
+    ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
+    ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
+    ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
+    ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
+])  # fmt: skip
 def test_contradictions_are_refused(options, message):
     with pytest.raises(InvalidConfig, match=message):
         config(**options)
@@ -114,15 +99,9 @@ def test_unknown_backend_is_refused():
 
 def test_other_arguments_are_taken_over():
     plain = SFTConfig(
-        "o",
-        learning_rate=3e-4,
-        max_length=77,
-        eos_token="</s>",
-        hub_token="x",
-        use_cpu=True,
-        bf16=False,
+        "o", learning_rate=3e-4, max_length=77, eos_token="</s>", hub_token="x", use_cpu=True, bf16=False,
         padding_free=True,
-    )
+    )  # fmt: skip
     args = PackedSFTConfig.from_args(plain)
     assert (args.learning_rate, args.max_length, args.packing, args.packing_strategy) == (3e-4, 77, True, "step")
     assert (args.eos_token, args.hub_token) == ("</s>", "x"), "to_dict() would have masked them"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from selection import in_full
-from training import FORMATS, arguments, losses, packed_trainer
+from training import FORMATS, arguments, losses, packed_trainer, trained
 
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.cli.main import main
@@ -47,11 +47,8 @@ UNKNOWN = {
 def train(documents, out, *, stream=False, **options):
     dataset = Dataset.from_list(documents)
     dataset = dataset.to_iterable_dataset() if stream else dataset
-    trainer = packed_trainer(
-        arguments(out=out, max_steps=6, max_length=64, check_packing=False), train_dataset=dataset, **options
-    )
-    trainer.train()
-    return losses(trainer)
+    args = arguments(out=out, max_steps=6, max_length=64, check_packing=False)
+    return losses(trained(packed_trainer(args, train_dataset=dataset, **options)))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["dataset", "stream"])
@@ -115,9 +112,8 @@ def test_measures_are_those_of_python(arrow):
         None if i % 7 == 3 else [None if rng.random() < 0.05 else int(n) for n in rng.integers(-100, 90, size=i % 5)]
         for i in range(60)
     ]
-    table = pa.table(
-        {"labels": pa.chunked_array([pa.array(part, arrow(pa.int16())) for part in (rows[:11], rows[11:])])}
-    )
+    chunks = pa.chunked_array([pa.array(part, arrow(pa.int16())) for part in (rows[:11], rows[11:])])
+    table = pa.table({"labels": chunks})
     dataset = Dataset(table).select([*range(59, 20, -1), 3, 0])
     found = measure(dataset, "labels")
     for number, row in enumerate(dataset["labels"]):
@@ -139,12 +135,10 @@ def test_labels_that_are_ignored_are_known():
 def test_formatted_datasets_train_as_plain_ones(kind, name, tmp_path):
     """As TRL trains them."""
     plain = Dataset.from_list(FORMATS[name])
-    args = arguments(out=tmp_path, check_packing=False)
-    runs = []
+    args, runs = arguments(out=tmp_path, check_packing=False), []
     for dataset in (plain, plain.with_format(kind)):
         torch.manual_seed(0)
-        trainer = packed_trainer(args, train_dataset=dataset, eval_dataset=dataset)
-        trainer.train()
+        trainer = trained(packed_trainer(args, train_dataset=dataset, eval_dataset=dataset))
         runs.append((losses(trainer), trainer.evaluate()["eval_loss"]))
     assert runs[0] == runs[1]
 
@@ -160,12 +154,10 @@ def test_columns_that_a_format_hides_stay_hidden():
 
 def test_a_formatted_stream_trains(tmp_path):
     plain = Dataset.from_list(FORMATS["pre-tokenized"])
-    runs = []
+    args, runs = arguments(out=tmp_path, max_length=64, check_packing=False), []
     for stream in (plain.to_iterable_dataset(), plain.with_format("torch").to_iterable_dataset().with_format("torch")):
         torch.manual_seed(0)
-        trainer = packed_trainer(arguments(out=tmp_path, max_length=64, check_packing=False), train_dataset=stream)
-        trainer.train()
-        runs.append(losses(trainer))
+        runs.append(losses(trained(packed_trainer(args, train_dataset=stream))))
     assert runs[0] == runs[1]
 
 

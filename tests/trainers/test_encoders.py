@@ -5,18 +5,13 @@ import os
 import pytest
 import tiny
 import torch
+import transformers
 from datasets import Dataset
 from selection import exhaustive, in_full
 from tiny import texts
 from tiny_models.encoders import small_encoder
 from tolerance import TRAJECTORY
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForMultipleChoice,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 from trl_trainers import train
 
 import trl_packfa
@@ -56,7 +51,7 @@ def test_a_classifier_trains_as_padded(model_type, tmp_path):
 
     def build():
         model, args = small_encoder(model_type, "SequenceClassification"), TrainingArguments(str(tmp_path), **COMMON)
-        collator = DataCollatorWithPadding(tokenizer)
+        collator = transformers.DataCollatorWithPadding(tokenizer)
         return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
 
     padded, free, trainer = both(build)
@@ -87,13 +82,13 @@ def without_dropout(model):
     return model
 
 
-def sentence_transformer(folder, pooling="mean", **options):
+def sentence_transformer(folder, pooling="mean", *, width=32, **options):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     torch.manual_seed(0)
-    modules = [Transformer(folder), Pooling(32, pooling_mode=pooling, **options)]
+    modules = [Transformer(folder), Pooling(width, pooling_mode=pooling, **options)]
     return without_dropout(SentenceTransformer(modules=modules, device="cpu"))
 
 
@@ -126,9 +121,10 @@ def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
         columns["score"] = [i % 5 / 4 for i in range(64)]
     folder = saved(model_type, "MaskedLM")
 
-    padded, free, trainer = both(
-        lambda: embedding_trainer(sentence_transformer(folder, pooling), tmp_path, columns, loss=loss)
-    )
+    def build():
+        return embedding_trainer(sentence_transformer(folder, pooling), tmp_path, columns, loss=loss)
+
+    padded, free, trainer = both(build)
     assert apart(padded, free) <= TRAJECTORY
     assert find_state(trainer.model).unpadding.calls > 0
 
@@ -170,12 +166,7 @@ def test_a_decoder_embeds_without_pads(tmp_path):
     pytest.importorskip("sentence_transformers")
     tiny.model(layers=2).save_pretrained(tmp_path)
     tiny.save_tokenizer(tmp_path)
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    model = SentenceTransformer(modules=[Transformer(str(tmp_path)), Pooling(64, pooling_mode="lasttoken")],
-                                device="cpu")  # fmt: skip
+    model = sentence_transformer(str(tmp_path), "lasttoken", width=64)
     expected = model.encode(texts(3), convert_to_tensor=True)
     trl_packfa.patch(model, unpad=True)
     found = model.encode(texts(3), convert_to_tensor=True)
@@ -226,22 +217,20 @@ def test_embedding_gemma_trains_as_padded(tmp_path):
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
-    Gemma3TextModel(config).save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    padded, free, trainer = both(lambda: embedding_trainer(sentence_transformer(str(tmp_path)), tmp_path))
+    folder = tiny.save(tmp_path, Gemma3TextModel(config))
+    padded, free, trainer = both(lambda: embedding_trainer(sentence_transformer(folder), tmp_path))
     assert apart(padded, free) <= TRAJECTORY
     assert find_state(trainer.model).patch.level == "stack"
 
 
 def token_ids():
-    """Texts as token ids and masks."""
     return [dict(tiny.tokenizer()(text)) for text in texts(0, 32)]
 
 
 def masked_lm(args):
     tokenizer = tiny.tokenizer(["<mask>"])
     tokenizer.mask_token = "<mask>"
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=1)
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=1)
     model = small_encoder("modernbert", "MaskedLM")
     return Trainer(model, args, train_dataset=Dataset.from_list(token_ids()), data_collator=collator)
 
@@ -251,7 +240,7 @@ def multiple_choice(args):
     choices = [[ids[(i + k) % 32] for k in (0, 3, 5)] for i in range(32)]
     rows = [{"input_ids": of, "attention_mask": [[1] * len(one) for one in of], "labels": i % 3}
             for i, of in enumerate(choices)]  # fmt: skip
-    collator = DataCollatorForMultipleChoice(tiny.tokenizer())
+    collator = transformers.DataCollatorForMultipleChoice(tiny.tokenizer())
     model = small_encoder("bert", "MultipleChoice")
     return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
 

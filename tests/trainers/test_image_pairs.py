@@ -23,17 +23,14 @@ def both(kind, out, family="llava", **options):
     return expected, train(trainer), trainer
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "lora"),
-    [
-        ("DPO", "llava", None),
-        ("DPO", "qwen3_vl", LORA),
-        ("KTO", "llava", None),
-        *exhaustive(
-            ("DPO", "gemma3", None), ("DPO", "llava_next", LORA), ("DPO", "idefics3", None), ("KTO", "qwen3_vl", LORA)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "family", "lora"), [
+    ("DPO", "llava", None),
+    ("DPO", "qwen3_vl", LORA),
+    ("KTO", "llava", None),
+    *exhaustive(
+        ("DPO", "gemma3", None), ("DPO", "llava_next", LORA), ("DPO", "idefics3", None), ("KTO", "qwen3_vl", LORA)
+    ),
+])  # fmt: skip
 def test_recut_steps_train_as_padded(kind, family, lora, tmp_path):
     options = {"gradient_accumulation_steps": 6, **(APO if kind == "KTO" else {})}
     expected, logs, trainer = both(kind, tmp_path, family, lora=lora, **options)
@@ -86,14 +83,11 @@ def test_a_batch_of_pairs_is_joined_as_trl_joins_it(tmp_path):
     assert Merging(dict, 0, rows=2)._merged([odd, odd]) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "why"),
-    [
-        ("DPO", {"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on the padded row"),
-        ("DPO", {"loss_type": ["aot"]}, "sorts the log-ratios of a micro-batch"),
-        ("KTO", {}, "estimates the KL over the rows"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "why"), [
+    ("DPO", {"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on the padded row"),
+    ("DPO", {"loss_type": ["aot"]}, "sorts the log-ratios of a micro-batch"),
+    ("KTO", {}, "estimates the KL over the rows"),
+])  # fmt: skip
 def test_losses_of_a_whole_micro_batch_are_not_cut(kind, options, why, tmp_path):
     trainer = build_preference(kind, tmp_path, **options)
     assert why in trainer.cut_reason

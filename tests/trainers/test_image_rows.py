@@ -18,11 +18,10 @@ from trl_packfa.trainers.common.image_rows import NamingCollator, NumberedRows, 
 from trl_packfa.trainers.common.step_cutting import Documents
 from trl_packfa.trainers.sft.images import ImageCutter
 
-STRATEGIES = ("step", "minibatch")
+every_strategy = pytest.mark.parametrize("strategy", ["step", "minibatch"])
 
 
 def rows(count=12):
-    """Return uneven rows as plain dictionaries."""
     return list(vision.uneven(count))
 
 
@@ -42,7 +41,7 @@ def encoded(made):
     return Dataset.from_list(made, features=features)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_an_image_that_cannot_be_read_is_named(strategy, tmp_path):
     made = rows()
     made[7]["images"] = [b"no image"]
@@ -51,18 +50,14 @@ def test_an_image_that_cannot_be_read_is_named(strategy, tmp_path):
         train(trainer)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_image_that_the_processor_rejects_is_named(stream, strategy, tmp_path):
-    model, processor = vision.family("qwen3_vl")
-    data = vision.uneven(12)
-    flat = data[7]["images"][0].resize((2000, 1))  # wider than 200 times its height
-    made = [{**row, "images": [flat] if i == 7 else row["images"]} for i, row in enumerate(data)]
+    made = rows()
+    made[7]["images"] = [made[7]["images"][0].resize((2000, 1))]  # wider than 200 times its height
     data = Dataset.from_list(made)
-    trainer = build(
-        tmp_path, built=(model, processor), data=data.to_iterable_dataset() if stream else data,
-        packing_strategy=strategy,
-    )  # fmt: skip
+    data = data.to_iterable_dataset() if stream else data
+    trainer = build(tmp_path, built=vision.family("qwen3_vl"), data=data, packing_strategy=strategy)
     where = "an example .it begins with '" if stream else "row 7 of the training dataset"
     with pytest.raises(InvalidDataset, match=rf"{where}(?s:.*)cannot be processed(?s:.*)aspect ratio"):
         train(trainer)
@@ -74,10 +69,9 @@ def test_an_image_that_is_missing_is_refused_before_training(tmp_path):
         data = encoded([{**row, "images": images if i == 5 else row["images"]} for i, row in enumerate(made)])
         with pytest.raises(InvalidDataset, match="row 5 of the train dataset has no image: its column 'images' is or"):
             build(tmp_path, data=data)
-    one = vision.prompts(6)
-    one = Dataset.from_list([{**row, "image": None if i == 2 else row["image"]} for i, row in enumerate(one)])
+    one = [{**row, "image": None if i == 2 else row["image"]} for i, row in enumerate(vision.prompts(6))]
     with pytest.raises(InvalidDataset, match="row 2 of the train dataset has no image: its column 'image' is or"):
-        look_at_images(one, name="train")
+        look_at_images(Dataset.from_list(one), name="train")
     # A stream's rows are found as they come.
     collate = NamingCollator(len)
     with pytest.raises(InvalidDataset, match=r"an example .it begins with '4 5'. has no image"):

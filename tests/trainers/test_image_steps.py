@@ -152,10 +152,8 @@ def test_weights_follow_the_shapes_and_what_trains():
     trained = ImageWeights.of(model)
     assert trained.values == 3 * 8 * 8
     # LLaVA's tower has 2 layers of width 16 and products of 4 * 16^2 + 2 * 16 * 32; Llama's 2 of width 32.
-    for parameter in model.model.vision_tower.parameters():
-        parameter.requires_grad = False
-    for parameter in model.model.multi_modal_projector.parameters():
-        parameter.requires_grad = False
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        part.requires_grad_(False)
     frozen = ImageWeights.of(model)
     assert frozen.cost == pytest.approx(trained.cost / 3) and frozen.size < trained.size
     assert trained.count({"pixel_values": torch.zeros(5, 3, 16, 16), "input_ids": torch.zeros(1, 7)}) == 20
@@ -181,17 +179,14 @@ def test_where_a_cut_would_change_the_loss_micro_batches_stay(tmp_path, caplog):
 
 
 def test_what_has_no_effect_on_images_is_refused(tmp_path):
-    for options, message in (({"overflow": "drop"}, "overflow='drop' has no effect on images"),
-                             ({"loss_by": "source"}, "loss_by='source' has no effect on images")):  # fmt: skip
-        with pytest.raises(InvalidConfig, match=message):
-            build(tmp_path, **options)
+    for name, value in (("overflow", "drop"), ("loss_by", "source")):
+        with pytest.raises(InvalidConfig, match=f"{name}='{value}' has no effect on images"):
+            build(tmp_path, **{name: value})
 
 
 def test_the_default_is_step(tmp_path):
     for config in (trl_packfa.PackedSFTConfig, trl.SFTConfig):
-        model, processor = vision.family("llava")
-        trainer = trl_packfa.PackedSFTTrainer(
-            model, args=arguments(config, tmp_path, max_length=None), train_dataset=vision.uneven(),
-            processing_class=processor,
-        )  # fmt: skip
+        (model, processor), args = vision.family("llava"), arguments(config, tmp_path, max_length=None)
+        given = {"train_dataset": vision.uneven(), "processing_class": processor}
+        trainer = trl_packfa.PackedSFTTrainer(model, args=args, **given)
         assert isinstance(trainer._cutter, ImageCutter)

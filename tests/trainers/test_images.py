@@ -34,17 +34,10 @@ def pairs():
 
 
 def build(kind, out, *, lora=False, family="llava", **options):
-    """Build TRL's own trainer of this kind on images."""
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM") if lora else None
     model, processor = vision.family(family)
     common = {"processing_class": processor, "peft_config": adapter}
-    batch = {
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-4,
-        "max_steps": STEPS,
-        "remove_unused_columns": False,
-        **({} if lora else IN_FULL),
-    }
+    batch = {"learning_rate": 1e-4, "max_steps": STEPS, "remove_unused_columns": False, **({} if lora else IN_FULL)}
     if kind in ("messages", "prompts"):
         args = arguments(trl.SFTConfig, out, max_length=None, **batch, **options)
         return trl.SFTTrainer(model, args=args, train_dataset=getattr(vision, kind)(), **common)
@@ -58,15 +51,12 @@ def build(kind, out, *, lora=False, family="llava", **options):
     return trl.GRPOTrainer(model, reward, args=args, train_dataset=prompts, **common)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llava-lora",
-        "gemma3-lora",
-        *in_full("llava-full", "gemma3-full", "llava_next-lora", "idefics3-lora"),
-        *exhaustive("llava_next-full", "idefics3-full", "deepseek_vl-lora", "deepseek_vl-full"),
-    ],
-)
+@pytest.mark.parametrize("case", [
+    "llava-lora",
+    "gemma3-lora",
+    *in_full("llava-full", "gemma3-full", "llava_next-lora", "idefics3-lora"),
+    *exhaustive("llava_next-full", "idefics3-full", "deepseek_vl-lora", "deepseek_vl-full"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["messages", "dpo", "grpo", *exhaustive("prompts")])
 def test_it_trains_as_padded(case, kind, tmp_path):
     family, lora = case.split("-")[0], case.endswith("lora")
@@ -83,22 +73,18 @@ def test_it_trains_as_padded(case, kind, tmp_path):
 
 
 def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **options):
-    """Build a `PackedSFTTrainer` on images."""
     options = {"max_length": None, "learning_rate": 1e-4, "max_steps": STEPS, **options}
     return trl_packfa.PackedSFTTrainer(
-        model or vision.model(),
-        args=arguments(args, out, **options),
-        train_dataset=data or vision.messages(),
+        model or vision.model(), args=arguments(args, out, **options), train_dataset=data or vision.messages(),
         processing_class=vision.processor(),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
 def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
     """TRL's micro-batches, without their pads."""
-    own = (
-        {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
-    )
+    ours = {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL}
+    own = ours if config is trl_packfa.PackedSFTConfig else {}
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
@@ -128,9 +114,9 @@ def test_the_default_adapter_is_on_the_text_decoder(by_name, tmp_path):
 
 
 def test_rows_are_not_filled_with_images(tmp_path):
-    for options in ({"packing_strategy": "bfd", "max_length": 64}, {"packing_strategy": "wrapped", "max_length": 64}):
+    for strategy in ("bfd", "wrapped"):
         with pytest.raises(InvalidConfig, match="rows cannot be filled before training: the dataset has images"):
-            packed(tmp_path, **options)
+            packed(tmp_path, packing_strategy=strategy, max_length=64)
     with pytest.raises(InvalidConfig, match="packing_strategy='step'"):
         packed(tmp_path, trl.SFTConfig, packing=True, max_length=64)
 
@@ -146,16 +132,13 @@ def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_pa
 
 def answers():
     """Return good and bad answers about an image, one each."""
-    rows = [
+    return Dataset.from_list([
         {"image": row["image"], "prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
-        for row in pairs()
-        for which in ("chosen", "rejected")
-    ]
-    return Dataset.from_list(rows)
+        for row in pairs() for which in ("chosen", "rejected")
+    ])  # fmt: skip
 
 
 def build_preference(kind, out, *, packed=True, data=None, **options):
-    """Build TRL's trainer of pairs or answers, or ours."""
     trainer, config, ours = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), {}
     if packed:
         trainer, config = (getattr(trl_packfa, f"Packed{kind}{what}") for what in ("Trainer", "Config"))

@@ -28,9 +28,8 @@ def events(monkeypatch):
     check = exactness_gate.check
     monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
     monkeypatch.setattr(construction, "is_liger_kernel_available", lambda: True)
-    monkeypatch.setattr(
-        "transformers.trainer.apply_liger_kernel", lambda *args: pytest.fail("applied after the proof")
-    )
+    too_late = "transformers.trainer.apply_liger_kernel"
+    monkeypatch.setattr(too_late, lambda *args: pytest.fail("applied after the proof"))
     monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("proven") or check(*a, **k))
     return events
 

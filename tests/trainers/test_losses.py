@@ -17,21 +17,15 @@ from trl_packfa.trainers.common.batching import FREE, KEPT, TOGETHER
 from trl_packfa.trainers.common.step_cutting import Origins, how_to_cut
 
 PLAIN = {
-    "optim": "sgd",
-    "learning_rate": 1e-2,
-    "max_grad_norm": 0,
-    "lr_scheduler_type": "constant",
-    "gradient_accumulation_steps": 3,
-    "max_steps": 3,
-    "max_length": 96,
-}
+    "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0, "lr_scheduler_type": "constant",
+    "gradient_accumulation_steps": 3, "max_steps": 3, "max_length": 96,
+}  # fmt: skip
 
 
 def pair(
     tmp_path, *, strategy="step", model=lambda: tiny.model(layers=2), data=None, compute_loss_func=None, check=False,
     **options,
 ):  # fmt: skip
-    """TRL's padded trainer and ours, trained."""
     options, trainers = {**PLAIN, "out": tmp_path, **options}, []
     data = data or {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5)}
     ours = {"packing_strategy": strategy, "use_peft": False, "check_packing": check}
@@ -105,9 +99,6 @@ def test_negative_control_another_loss_is_another_run(tmp_path):
         assert_trajectory(losses(smoothed), losses(plain))
 
 
-# Means over each micro-batch -----------------------------------------------------------------------------------------
-
-
 def means():
     """A model whose forward takes no `num_items_in_batch`, as it tells the Trainer (Gemma 4 does)."""
     model = tiny.model(layers=2)
@@ -141,9 +132,6 @@ def test_how_a_step_may_be_cut():
     assert how_to_cut(by_rank, balances_experts=False, world_size=2)[0] == KEPT
 
 
-# The user's own loss -------------------------------------------------------------------------------------------------
-
-
 def by_tokens(outputs, labels, num_items_in_batch=None):
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     count = num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum()
@@ -157,9 +145,8 @@ def by_micro_batch(outputs, labels, num_items_in_batch=None):
 
 def by_row(outputs, labels, num_items_in_batch=None):
     """Each row counts the same."""
-    return torch.stack(
-        [by_tokens(type(outputs)(logits=x[None]), y[None]) for x, y in zip(outputs.logits, labels, strict=True)]
-    ).mean()
+    rows = zip(outputs.logits, labels, strict=True)
+    return torch.stack([by_tokens(type(outputs)(logits=x[None]), y[None]) for x, y in rows]).mean()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -176,9 +163,6 @@ def test_a_users_loss_of_rows_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path), compute_loss_func=lambda outputs, labels, **_: outputs.loss.mean())
     with pytest.raises(InvalidConfig, match="compute_loss_func with loss_weighting='example'"):
         packed_trainer(arguments(out=tmp_path, loss_weighting="example"), compute_loss_func=by_tokens)
-
-
-# NEFTune -------------------------------------------------------------------------------------------------------------
 
 
 def loudest(trainer):

@@ -5,7 +5,7 @@ import tiny
 import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from tolerance import assert_float32, differs
-from training import arguments, lora_config, packed_trainer
+from training import arguments, lora_config, packed_trainer, trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import trl_packfa
@@ -18,16 +18,12 @@ SIZES = {"layers": 2, "intermediate_size": 128, "attention_bias": False}
 
 @pytest.fixture
 def base(tmp_path):
-    path = str(tmp_path / "base")
-    tiny.model(**SIZES).save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path
+    return tiny.save(tmp_path / "base", tiny.model(**SIZES))
 
 
 def train_adapter(base, tmp_path, **options):
     """An adapter, trained for a few steps and saved; the trainer that made it."""
-    trainer = packed_trainer(arguments(out=tmp_path / "run", **options), model=base, peft_config=None)
-    trainer.train()
+    trainer = trained(packed_trainer(arguments(out=tmp_path / "run", **options), model=base, peft_config=None))
     trainer.save_model(str(tmp_path / "adapter"))
     return trainer, str(tmp_path / "adapter")
 

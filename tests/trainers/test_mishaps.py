@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from filelock import FileLock
-from training import SAVING, arguments, dataset, logs_of, losses, packed_trainer, rows
+from training import SAVING, arguments, dataset, logs_of, losses, packed_trainer, rows, trained
 from transformers import TrainerCallback
 from trl_trainers import build_packed
 
@@ -23,7 +23,6 @@ ONE_STEP = {"max_steps": 2, "check_packing": False}
 
 
 def failing_forward(trainer, error, *, at=0):
-    """Raise in the forward of this step."""
     plain = trainer.compute_loss
 
     def compute_loss(*args, **kwargs):
@@ -41,7 +40,8 @@ def notes(error):
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
 def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
-    args = arguments(out=tmp_path, max_tokens_per_microbatch=200, gradient_accumulation_steps=2, **ONE_STEP)
+    options = {"gradient_accumulation_steps": 2, **ONE_STEP}
+    args = arguments(out=tmp_path, max_tokens_per_microbatch=200, **options)
     with pytest.raises(kind) as raised:
         failing_forward(packed_trainer(args), kind("no memory")).train()
     said = notes(raised.value)
@@ -51,23 +51,15 @@ def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
     longest = int(said.split("longest document ")[1].split(")")[0])
     lower = int(said.split("from 200 to ")[1].split(":")[0])
     assert lower == max(longest, tokens // 2) < 200
-    again = packed_trainer(
-        arguments(out=tmp_path, max_tokens_per_microbatch=max(lower, 80), gradient_accumulation_steps=2, **ONE_STEP)
-    )
-    again.train()
-    assert len(losses(again)) == 2
+    args = arguments(out=tmp_path, max_tokens_per_microbatch=max(lower, 80), **options)
+    assert len(losses(trained(packed_trainer(args)))) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
-        (
-            {"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
-            "The micro-batch is one document: lower max_length to",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "advice"), [
+    ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
+    ({"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
+     "The micro-batch is one document: lower max_length to"),
+])  # fmt: skip
 def test_out_of_memory_without_a_budget(options, advice, tmp_path):
     with pytest.raises(MemoryError) as raised:
         failing_forward(packed_trainer(arguments(out=tmp_path, **ONE_STEP, **options)), MemoryError("x")).train()
@@ -75,19 +67,15 @@ def test_out_of_memory_without_a_budget(options, advice, tmp_path):
 
 
 def test_torchs_cpu_allocator_is_understood_and_other_errors_are_left_alone(tmp_path):
-    args = arguments(out=tmp_path, **ONE_STEP)
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    with pytest.raises(RuntimeError) as raised:
-        failing_forward(packed_trainer(args), error).train()
-    assert "max_tokens_per_microbatch" in notes(raised.value)
-    with pytest.raises(RuntimeError) as raised:
-        failing_forward(packed_trainer(args), RuntimeError("something else")).train()
-    assert notes(raised.value) == "something else"
+    args, said = arguments(out=tmp_path, **ONE_STEP), []
+    for message in ("DefaultCPUAllocator: can't allocate memory", "something else"):
+        with pytest.raises(RuntimeError) as raised:
+            failing_forward(packed_trainer(args), RuntimeError(message)).train()
+        said.append(notes(raised.value))
+    assert "max_tokens_per_microbatch" in said[0] and said[1] == "something else"
 
 
 class Poison(TrainerCallback):
-    """Makes the weights NaN before a step."""
-
     def __init__(self, at):
         self.at = at
 
@@ -98,23 +86,19 @@ class Poison(TrainerCallback):
 
 @pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
 def test_a_loss_that_is_no_number_names_step_and_documents(strategy, tmp_path):
-    args = arguments(
-        out=tmp_path, packing_strategy=strategy, max_length=80, max_steps=6, logging_steps=3, check_packing=False
-    )
+    options = {"max_length": 80, "max_steps": 6, "logging_steps": 3, "check_packing": False}
+    args = arguments(out=tmp_path, packing_strategy=strategy, **options)
     trainer = packed_trainer(args)
     trainer.add_callback(Poison(at=2))
     with pytest.raises(NonFiniteLoss, match=r"the loss is nan at step 2") as raised:
         trainer.train()
     assert trainer.state.global_step == 3, "found when it was logged, without another wait"
     assert "document of" in str(raised.value) and "tokens: '" in str(raised.value)
-    control = packed_trainer(args)
-    control.train()
-    assert len(losses(control)) == 2
+    assert len(losses(trained(packed_trainer(args)))) == 2, "the control"
 
 
 def test_the_watch_forgets_what_was_logged(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, max_steps=4, logging_steps=2, check_packing=False))
-    trainer.train()
+    trainer = trained(packed_trainer(arguments(out=tmp_path, max_steps=4, logging_steps=2, check_packing=False)))
     assert not trainer._loss_watch.losses and not trainer._loss_watch.where
 
 
@@ -179,11 +163,10 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
     """The second checkpoint fails half way: the run says so, and resumes from the first with the same losses."""
-    saving = {**SAVING, "max_steps": 6}
 
     def fresh(out):
         torch.manual_seed(0)  # of the adapter
-        return packed_trainer(arguments(out=out, **saving))
+        return packed_trainer(arguments(out=out, **{**SAVING, "max_steps": 6}))
 
     trainer = fresh(tmp_path / "full")
     saved = trainer.save_reports
@@ -194,9 +177,8 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
         saved(folder)
 
     trainer.save_reports = full
-    with pytest.raises(
-        CheckpointNotWritten, match=r"checkpoint-4 could not be written: (.|\n)*No space left(.|\n)*MB"
-    ):
+    said = r"checkpoint-4 could not be written: (.|\n)*No space left(.|\n)*MB"
+    with pytest.raises(CheckpointNotWritten, match=said):
         trainer.train()
     assert not (tmp_path / "full" / "checkpoint-4").exists(), "what there is of it takes the room that is missing"
     resumed, straight = fresh(tmp_path / "full"), fresh(tmp_path / "straight")
@@ -232,8 +214,6 @@ def test_a_file_size_limit_stops_the_run_and_the_first_checkpoint_stays_whole(tm
 
 
 class Accumulate(TrainerCallback):
-    """Sets `gradient_accumulation_steps` after a step."""
-
     def __init__(self, after, steps):
         self.after, self.steps = after, steps
 
@@ -247,10 +227,9 @@ class Accumulate(TrainerCallback):
 def test_more_micro_batches_in_the_middle_of_a_step_are_refused(tmp_path, kind, before, after, then):
     """The Trainer would make an optimizer step without a gradient, and leave one's gradients lying."""
     options = {"gradient_accumulation_steps": before, "per_device_train_batch_size": 2, "max_steps": 4}
-    if kind == "sft":
-        trainer = packed_trainer(arguments(out=tmp_path, check_packing=False, **options))
-    else:
-        trainer = build_packed("dpo", tmp_path, check_packing=False, **options)
+    options["check_packing"] = False
+    dpo = kind == "dpo"
+    trainer = build_packed(kind, tmp_path, **options) if dpo else packed_trainer(arguments(out=tmp_path, **options))
     trainer.add_callback(Accumulate(after, then))
     with pytest.raises(InvalidConfig, match=rf"changed to {then} while training, in the middle of a step"):
         trainer.train()
@@ -288,10 +267,8 @@ def dying(count=40):
 
 def test_a_loader_worker_that_dies_ends_the_run_with_its_name(tmp_path):
     stream = IterableDataset.from_generator(dying)
-    args = arguments(
-        out=tmp_path, packing_strategy="minibatch", max_steps=20, dataloader_num_workers=1, check_packing=False,
-        max_length=80,
-    )  # fmt: skip
+    options = {"max_steps": 20, "dataloader_num_workers": 1, "check_packing": False, "max_length": 80}
+    args = arguments(out=tmp_path, packing_strategy="minibatch", **options)
     trainer = packed_trainer(args, train_dataset=stream)
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         trainer.train()

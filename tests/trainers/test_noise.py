@@ -15,11 +15,8 @@ from trl_packfa.layout.call_context import find_layout
 
 # Two padded micro-batches of other widths a step, for rows of both to meet in one.
 NOISY = {
-    "neftune_noise_alpha": 20.0,
-    "max_steps": 2,
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4,
-}
+    "neftune_noise_alpha": 20.0, "max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4,
+}  # fmt: skip
 
 
 def loudest(trainer):

@@ -14,6 +14,7 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import BFLOAT16_LOSSES
+from training import arguments
 from trl_trainers import PACKED, beyond, build, build_packed, encoder_decoder, pairs, run, tokenizer, train
 
 import trl_packfa
@@ -35,13 +36,17 @@ def later(*cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+def both(kind, out, **options):
+    expected, _ = run(build, kind, out, **options)
+    return expected, *run(build_packed, kind, out, **options)
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
     options = {"lora": lora, "max_steps": 4, **ACCUMULATED}
-    expected, _ = run(build, kind, tmp_path, **options)
-    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    expected, logs, trainer = both(kind, tmp_path, **options)
     assert not beyond(expected, logs)
     assert all(entry["padding_saved"] > 0.1 for entry in logs)
     if kind == "kto":  # the KL is estimated over each padded micro-batch
@@ -50,28 +55,24 @@ def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
         assert trainer.cut_reason == "" and all(entry["micro_batches"] < 4 for entry in logs)
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("kto", {"loss_type": "apo_zero_unpaired"}),
-        ("reward", {"center_rewards_coefficient": 0.01}),
-        ("dpo", {"precompute_ref_log_probs": True}),
-        ("dpo", {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.5, 1.0], "use_weighting": True}),
-        ("dpo", {"ld_alpha": 0.5, "f_divergence_type": "js_divergence", "gradient_checkpointing": True}),
-        # 24 pairs: the epoch's last step has fewer micro-batches, and the last of them fewer pairs
-        ("dpo", {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3, "max_steps": 4}),
-        *later(
-            ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
-            ("dpo", {"loss_type": ["hinge", "exo_pair", "nca_pair", "robust"], "label_smoothing": 0.1}),
-            ("dpo", {"loss_type": ["bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]}),
-            ("kto", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind, options", [
+    ("kto", {"loss_type": "apo_zero_unpaired"}),
+    ("reward", {"center_rewards_coefficient": 0.01}),
+    ("dpo", {"precompute_ref_log_probs": True}),
+    ("dpo", {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.5, 1.0], "use_weighting": True}),
+    ("dpo", {"ld_alpha": 0.5, "f_divergence_type": "js_divergence", "gradient_checkpointing": True}),
+    # 24 pairs: the epoch's last step has fewer micro-batches, and the last of them fewer pairs
+    ("dpo", {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3, "max_steps": 4}),
+    *later(
+        ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+        ("dpo", {"loss_type": ["hinge", "exo_pair", "nca_pair", "robust"], "label_smoothing": 0.1}),
+        ("dpo", {"loss_type": ["bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]}),
+        ("kto", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
+    ),
+])  # fmt: skip
 def test_with_what_they_can_do(kind, options, tmp_path):
     options = {"max_steps": 3, **ACCUMULATED, **options}
-    expected, _ = run(build, kind, tmp_path, **options)
-    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    expected, logs, trainer = both(kind, tmp_path, **options)
     assert not beyond(expected, logs)
     assert trainer.cut_reason == "" and sum(entry["micro_batches"] for entry in logs) < 3 * len(logs) + 1
 
@@ -79,8 +80,7 @@ def test_with_what_they_can_do(kind, options, tmp_path):
 @pytest.mark.parametrize("kind", ["dpo", *in_full("reward")])
 def test_in_bfloat16(kind, tmp_path):
     options = {"max_steps": 3, "bf16": True, **ACCUMULATED}
-    expected, _ = run(build, kind, tmp_path, **options)
-    logs, _ = run(build_packed, kind, tmp_path, **options)
+    expected, logs, _ = both(kind, tmp_path, **options)
     losses = [np.array([entry["loss"] for entry in each]) for each in (expected, logs)]
     assert np.abs(losses[0] - losses[1]).max() <= BFLOAT16_LOSSES
 
@@ -89,8 +89,7 @@ def test_in_bfloat16(kind, tmp_path):
 def test_losses_of_a_whole_micro_batch_are_not_cut(loss, why, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     options = {"max_steps": 2, "loss_type": [loss, "sigmoid"], **ACCUMULATED}
-    expected, _ = run(build, "dpo", tmp_path, **options)
-    logs, trainer = run(build_packed, "dpo", tmp_path, **options)
+    expected, logs, trainer = both("dpo", tmp_path, **options)
     assert not beyond(expected, logs) and why in trainer.cut_reason
     told = [r.message for r in caplog.records if "padded micro-batches stay as they are: loss_type" in r.message]
     assert len(told) == 1
@@ -118,7 +117,7 @@ def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkey
 def test_an_own_collator_or_loss_is_not_cut(tmp_path):
     collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
     data = {"train_dataset": Dataset.from_list(pairs(8)), "processing_class": tokenizer()}
-    args = PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_peft=False)
+    args = arguments(PackedDPOConfig, tmp_path, use_peft=False)
     models = {"model": tiny.model(layers=1), "ref_model": tiny.model(layers=1)}
     assert "data_collator makes" in PackedDPOTrainer(args=args, data_collator=collator, **models, **data).cut_reason
 
@@ -167,10 +166,6 @@ def test_other_overflow_policies(tmp_path):
         build_packed("kto", tmp_path, max_length=30, overflow="error")
     with pytest.raises(InvalidDataset, match="no train example fits: 24 examples, max_length=2"):
         build_packed("reward", tmp_path, max_length=2)
-    with pytest.raises(InvalidConfig, match="overflow='split' is not supported by PackedDPOConfig"):
-        PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="split")
-    with pytest.raises(InvalidConfig, match="overflow='truncate' is not supported by PackedRewardConfig"):
-        PackedRewardConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="truncate")
 
 
 def test_a_token_budget(tmp_path):
@@ -189,18 +184,19 @@ def test_a_token_budget(tmp_path):
 
 def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     small = {"use_cpu": True, "bf16": False}
-    with pytest.raises(InvalidConfig, match="PackedKTOConfig with use_liger_kernel=True cannot run without its pads"):
-        PackedKTOConfig(str(tmp_path), use_liger_kernel=True, **small)
-    with pytest.raises(InvalidConfig, match="packing_strategy='bfd' is not supported by PackedDPOConfig"):
-        PackedDPOConfig(str(tmp_path), packing_strategy="bfd", **small)
-    with pytest.raises(InvalidConfig, match="batch_rebalance"):
-        PackedDPOConfig(str(tmp_path), train_sampling_strategy="batch_rebalance", **small)
-    with pytest.raises(InvalidConfig, match="truncation_mode='keep_end' with packing"):
-        PackedDPOConfig(str(tmp_path), truncation_mode="keep_end", **small)
-    with pytest.raises(InvalidConfig, match="use_peft=False with a quantized model"):
-        PackedDPOConfig(str(tmp_path), load_in_4bit=True, use_peft=False, **small)
-    with pytest.raises(InvalidConfig, match="a quantized reward model without bf16=True"):
-        PackedRewardConfig(str(tmp_path), load_in_4bit=True, **small)
+    with_liger = "PackedKTOConfig with use_liger_kernel=True cannot run without its pads"
+    for config, options, message in (
+        (PackedKTOConfig, {"use_liger_kernel": True}, with_liger),
+        (PackedDPOConfig, {"packing_strategy": "bfd"}, "packing_strategy='bfd' is not supported by PackedDPOConfig"),
+        (PackedDPOConfig, {"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        (PackedDPOConfig, {"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing"),
+        (PackedDPOConfig, {"load_in_4bit": True, "use_peft": False}, "use_peft=False with a quantized model"),
+        (PackedRewardConfig, {"load_in_4bit": True}, "a quantized reward model without bf16=True"),
+        (PackedDPOConfig, {"overflow": "split"}, "overflow='split' is not supported by PackedDPOConfig"),
+        (PackedRewardConfig, {"overflow": "truncate"}, "overflow='truncate' is not supported by PackedRewardConfig"),
+    ):
+        with pytest.raises(InvalidConfig, match=message):
+            config(str(tmp_path), **options, **small)
     data = Dataset.from_list(pairs(4))
     with pytest.raises(InvalidConfig, match="overflow='error' with a stream"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), overflow="error", **small),
@@ -233,9 +229,8 @@ def test_masks_with_holes_and_models_that_are_not_patched(tmp_path):
 
 
 def test_half_of_the_models_is_none(tmp_path):
-    model = tiny.model(layers=2)
-    reference = encoder_decoder()
-    args = PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_peft=False)
+    model, reference = tiny.model(layers=2), encoder_decoder()
+    args = arguments(PackedDPOConfig, tmp_path, use_peft=False)
     with pytest.raises(UnsupportedModel, match=r"PackedDPOTrainer\.ref_model cannot run without its pads; none of"):
         PackedDPOTrainer(model, reference, args, train_dataset=Dataset.from_list(pairs(4)),
                          processing_class=tokenizer())  # fmt: skip
@@ -243,7 +238,7 @@ def test_half_of_the_models_is_none(tmp_path):
 
 
 def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
-    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, padding_free=True, report_to="none", max_steps=1)
+    args = arguments(trl.DPOConfig, tmp_path, padding_free=True, max_steps=1)
     trainer = PackedDPOTrainer(tiny.model(layers=1), args=args, train_dataset=Dataset.from_list(pairs(8)),
                                processing_class=tokenizer())  # fmt: skip
     assert isinstance(trainer.args, PackedDPOConfig) and not trainer.args.padding_free
@@ -261,10 +256,6 @@ def test_an_adapter_unless_told_otherwise(kind, tmp_path):
     assert any("score" in name and "lora" not in name for name in trained) == (kind == "reward")
 
 
-class _Accelerator:
-    num_processes, process_index = 2, 0
-
-
 def test_pairs_are_dealt_level_and_whole(monkeypatch):
     """Two ranks: every pair once, weights as of the padded run, nothing above the budget."""
     rng = np.random.default_rng(0)
@@ -272,8 +263,9 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
     columns = (("a",), ("b",))
     options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None}
+    accelerator = SimpleNamespace(num_processes=2, process_index=0)
     trainer = SimpleNamespace(args=SimpleNamespace(**options), train_dataset=Dataset.from_list(rows),
-                              model=tiny.model(layers=1), accelerator=_Accelerator())  # fmt: skip
+                              model=tiny.model(layers=1), accelerator=accelerator)  # fmt: skip
     cutter = PairCutter(trainer, rows=columns)
     assert cutter.budget == 4 * 2 * lengths.max()
     groups = np.repeat([0, 2, 4, 1, 3, 5], [4, 4, 4, 4, 4, 4])
@@ -287,15 +279,13 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
 
 def test_the_command_line_trains_them(tmp_path, capsys):
     """`--trainer`, or `trainer:` in the YAML file, says whose arguments are read."""
-    tiny.model(layers=1).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": bool(i % 2)}
             for i, row in enumerate(pairs(8))]  # fmt: skip
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "kto.yaml").write_text("trainer: kto\nloss_type: apo_zero_unpaired\nmax_length: 30\n")
-    argv = ["train", "--config", str(tmp_path / "kto.yaml"), "--model_name_or_path", str(tmp_path / "model")]
-    argv += ["--dataset_name", str(tmp_path / "data.jsonl"), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
-    assert main([*argv, "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]) == 0
+    argv = f"train --config {tmp_path}/kto.yaml --model_name_or_path {tiny.save(tmp_path / 'model')} --max_steps 1"
+    argv += f" --dataset_name {tmp_path}/data.jsonl --output_dir {tmp_path}/out"
+    assert main(f"{argv} --use_cpu true --bf16 false --report_to none".split()) == 0
     told = capsys.readouterr().out
     assert "truncated" in told and (tmp_path / "out" / "adapter_model.safetensors").exists()
     assert (tmp_path / "out" / "packing_report.json").exists()
@@ -310,9 +300,8 @@ def test_the_command_line_trains_them(tmp_path, capsys):
 def test_a_four_bit_base_trains(kind, tmp_path):
     """As in `PackedSFTConfig`, by the same arguments."""
     pytest.importorskip("bitsandbytes")
-    small_model("llama", num_hidden_layers=1, intermediate_size=128).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    trainer = build_packed(kind, tmp_path / "out", model=str(tmp_path / "model"), lora=False, use_peft=True,
+    model = tiny.save(tmp_path / "model", small_model("llama", num_hidden_layers=1, intermediate_size=128))
+    trainer = build_packed(kind, tmp_path / "out", model=model, lora=False, use_peft=True,
                            load_in_4bit=True, bf16=True, max_steps=2, reference=False, **ACCUMULATED)  # fmt: skip
     assert trainer.model.is_loaded_in_4bit
     assert all(np.isfinite(entry["loss"]) and entry["padding_saved"] > 0 for entry in train(trainer))

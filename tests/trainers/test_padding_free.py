@@ -8,22 +8,11 @@ import tiny
 import torch
 import trl
 from datasets import Dataset
-from padded import padded
+from padded import masks_read, padded
 from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
-from training import packed_trainer
-from trl_trainers import (
-    EXPERIMENTAL,
-    STABLE,
-    beyond,
-    build,
-    differences,
-    encoder_decoder,
-    pairs,
-    run,
-    tokenizer,
-    train,
-)
+from training import arguments, packed_trainer
+from trl_trainers import EXPERIMENTAL, STABLE, beyond, build, differences, encoder_decoder, run, tokenizer, train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
@@ -74,18 +63,21 @@ def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
     assert bool(told) == (kind in OVER_PADS)
 
 
+def join_rows(monkeypatch):
+    one = trl_packfa.PackedLayout.from_lengths
+    monkeypatch.setattr(padded_rows.PaddedRows, "layout", lambda rows, device: one([rows.num_tokens]))
+
+
 def test_negative_control_rows_that_see_each_other_train_something_else(tmp_path, monkeypatch):
     expected = train(build("reward", tmp_path, max_steps=3))
     trainer, _ = free(build("reward", tmp_path, max_steps=3), check_first_batch=False)
-    one = trl_packfa.PackedLayout.from_lengths
-    monkeypatch.setattr(padded_rows.PaddedRows, "layout", lambda rows, device: one([rows.num_tokens]))
+    join_rows(monkeypatch)
     assert differences(expected, train(trainer))["loss"] > 1e-2
 
 
 def test_the_first_batch_is_compared(tmp_path, monkeypatch):
-    trainer, _ = free(build("dpo", tmp_path, max_steps=1))
-    one = trl_packfa.PackedLayout.from_lengths
-    monkeypatch.setattr(padded_rows.PaddedRows, "layout", lambda rows, device: one([rows.num_tokens]))
+    trainer = freed("dpo", tmp_path, max_steps=1)
+    join_rows(monkeypatch)
     with pytest.raises(ContaminationError, match=r"DPOTrainer\.model: the first batch without its pads is not exact"):
         trainer.train()
 
@@ -97,9 +89,8 @@ def test_a_loss_that_reads_pads_is_refused(tmp_path):
             return outputs.hidden_states[-1].mean()
 
     trainer, _ = free(build("reward", tmp_path, cls=ReadingPads, max_steps=1))
-    with pytest.raises(
-        ContaminationError, match=r"ReadingPads\.model: the loss depends on what the model computes at a"
-    ):
+    said = r"ReadingPads\.model: the loss depends on what the model computes at a"
+    with pytest.raises(ContaminationError, match=said):
         trainer.train()
 
 
@@ -141,12 +132,7 @@ def test_resuming_is_exact(tmp_path):
 
 
 def test_rows_come_from_the_collator_and_masks_are_not_read_again(tmp_path, monkeypatch):
-    trainer, _ = free(build("dpo", tmp_path, max_steps=2))
-    read = []
-    own = padded_rows.PaddedRows.from_mask.__func__
-    monkeypatch.setattr(
-        padded_rows.PaddedRows, "from_mask", classmethod(lambda cls, mask: read.append(1) or own(cls, mask))
-    )
+    trainer, read = freed("dpo", tmp_path, max_steps=2), masks_read(monkeypatch)
     train(trainer)
     assert len(read) == 3  # by the collator: two steps, and the batch that is fetched ahead; by no model
 
@@ -206,20 +192,16 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(sys.modules[models_of.__module__].time, "perf_counter", lambda: clock[0])
 
-    class Slow(trl.DPOTrainer):
-        def training_step(self, *args, **kwargs):
-            clock[0] += 1.0
-            return super().training_step(*args, **kwargs)
+    def slowly(own, seconds):
+        def run(*args, **kwargs):
+            clock[0] += seconds
+            return own(*args, **kwargs)
 
-        def evaluate(self, *args, **kwargs):
-            clock[0] += 1000.0
-            return super().evaluate(*args, **kwargs)
+        return run
 
-        def _save_checkpoint(self, *args, **kwargs):
-            clock[0] += 1000.0
-            return super()._save_checkpoint(*args, **kwargs)
-
-    options = {"cls": Slow, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    for name, seconds in (("training_step", 1.0), ("evaluate", 1000.0), ("_save_checkpoint", 1000.0)):
+        monkeypatch.setattr(trl.DPOTrainer, name, slowly(getattr(trl.DPOTrainer, name), seconds))
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     trainer, _ = free(build("dpo", tmp_path, save_steps=1, **options))
     logs = train(trainer)
     tokens = [entry["num_tokens"] for entry in logs]
@@ -279,11 +261,11 @@ def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
 
 def test_rows_of_pads_alone_and_batches_without_pads(tmp_path):
     even = [{"prompt": "1 2 ", "chosen": "3 4", "rejected": "5 6"}] * 16
-    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1, logging_steps=1)
+    args = arguments(trl.DPOConfig, tmp_path, max_steps=1)
     trainer = trl.DPOTrainer(tiny.model(layers=1), ref_model=tiny.model(layers=1), args=args,
                              train_dataset=Dataset.from_list(even), processing_class=tokenizer())  # fmt: skip
     free(trainer)
-    assert train(trainer)[0]["padding_saved"] == 0 and pairs(2)
+    assert train(trainer)[0]["padding_saved"] == 0
 
 
 def test_negative_control_another_kl_is_another_run():

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
 from tiny_models import small_model
 from torch.utils.data import DataLoader
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, trained
 
 import trl_packfa
 from trl_packfa import PackedSFTTrainer
@@ -22,14 +22,11 @@ from trl_packfa.trainers.common.parallelism import asked_parallelism, refuse_une
 from trl_packfa.trainers.common.step_cutting import count_every_rank
 
 
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [
-        ("tp_size", "ranks that share a layer need the same rows"),
-        ("cp_size", "attention across the cut has no document boundaries"),
-        ("sp_size", "inside the attention that packing replaces"),
-    ],
-)
+@pytest.mark.parametrize(("size", "reason"), [
+    ("tp_size", "ranks that share a layer need the same rows"),
+    ("cp_size", "attention across the cut has no document boundaries"),
+    ("sp_size", "inside the attention that packing replaces"),
+])  # fmt: skip
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_divided_rows_and_layers_are_refused(tmp_path, monkeypatch, size, reason, by):
     config = ParallelismConfig(**{size: 2})
@@ -61,26 +58,27 @@ def test_a_model_that_was_loaded_in_parts_is_refused(tmp_path, size):
         packed_trainer(arguments(out=tmp_path), model=model)
 
 
-@pytest.mark.parametrize(
-    ("stage", "config", "message"),
-    [
-        (3, {"fp16": {"enabled": True}}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
-        (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
-    ],
-)
+def under_deepspeed(out, config, *, stage=3, **options):
+    """Arguments that keep DeepSpeed's plugin, for which DeepSpeed itself need not be installed."""
+    args = arguments(out=out, **options)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    return args
+
+
+@pytest.mark.parametrize(("stage", "config", "message"), [
+    (3, {"fp16": {"enabled": True}}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
+    (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
+])  # fmt: skip
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, strategy):
-    """Its plugin, as the arguments keep it: DeepSpeed itself need not be installed."""
-    args = arguments(out=tmp_path, packing_strategy=strategy)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    args = under_deepspeed(tmp_path, config, stage=stage, packing_strategy=strategy)
     with pytest.raises(InvalidConfig, match=message):
         packed_trainer(args)
 
 
 def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
     """transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine."""
-    args = arguments(out=tmp_path, fp16_full_eval=True)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={"fp16": {"enabled": "auto"}})
+    args = under_deepspeed(tmp_path, {"fp16": {"enabled": "auto"}}, fp16_full_eval=True)
     with pytest.raises(InvalidConfig, match="fp16 under DeepSpeed ZeRO-3 cannot be packed"):
         packed_trainer(args)
 
@@ -88,10 +86,8 @@ def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
 @pytest.mark.parametrize("found", [None, "0.17.5"])
 def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
     monkeypatch.setattr("trl_packfa.trainers.common.parallelism.installed_version", lambda package: found)
-    args = arguments(out=tmp_path)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
     with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, but ZeRO-3 needs(.|\n)*FSDP2"):
-        packed_trainer(args)
+        packed_trainer(under_deepspeed(tmp_path, {}))
 
 
 def test_weights_in_parts_without_an_engine_are_refused():
@@ -127,14 +123,10 @@ def test_fsdp2_gathers_whole_layers(monkeypatch, tmp_path):
         packed_trainer(arguments(out=tmp_path), model=small_model("openai-gpt", vocab_size=97))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1},
-        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Conv1d"]},
-    ],
-    ids=["by size", "by class"],
-)
+@pytest.mark.parametrize("policy", [
+    {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1},
+    {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Conv1d"]},
+], ids=["by size", "by class"])  # fmt: skip
 def test_fsdp2_that_gathers_inside_a_mixer_is_refused(policy):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
     with pytest.raises(InvalidConfig, match=r"FSDP2 cannot run layers.0.mixer, layers.1.mixer(.|\n)*ranks would use"):
@@ -175,9 +167,8 @@ def offloaded(tmp_path):
     tiny.model(layers=2).save_pretrained(tmp_path / "model")
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    return load_checkpoint_and_dispatch(
-        tiny.model(layers=2), tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk")
-    )
+    options = {"device_map": places, "offload_folder": str(tmp_path / "disk")}
+    return load_checkpoint_and_dispatch(tiny.model(layers=2), tmp_path / "model", **options)
 
 
 def test_offloaded_models_are_exact_but_not_trained(tmp_path, offloaded):
@@ -253,10 +244,8 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(tmp_path):
 
 
 def test_rotation_keeps_what_it_should(tmp_path):
-    trainer = packed_trainer(
-        arguments(out=tmp_path, save_strategy="steps", save_steps=1, save_total_limit=2, check_packing=False)
-    )
-    trainer.train()
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "check_packing": False}
+    trainer = trained(packed_trainer(arguments(out=tmp_path, **saving)))
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
     assert trainer.args.save_total_limit == 2
     assert read_progress(tmp_path / "checkpoint-3")["num_tokens"] > 0

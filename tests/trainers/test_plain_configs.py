@@ -13,7 +13,6 @@ from trl_packfa.patching.apply import find_state
 
 
 def plain(kind, out, **options):
-    """A packed trainer that is given TRL's own config."""
     own = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig, "kto": trl.KTOConfig}[kind]
     return build(kind, out, cls=getattr(trl_packfa, PACKED[kind] + "Trainer"), config=own, **options)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import tiny
 from datasets import Dataset
-from training import FORMATS, SAVING, arguments, losses, packed_trainer
+from training import FORMATS, SAVING, arguments, losses, packed_trainer, trained
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
@@ -37,30 +37,24 @@ def command(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--output_dir", "{}/file"], r"output_dir .*file cannot be written to(.|\n)*file is a file"),
-        (["--output_dir", "{}/file/out"], r"file/out cannot be written to: Not a directory\.\n  - .*file is a"),
-        (["--output_dir", "/proc/none/out"], r"output_dir /proc/none/out cannot be written to: No such file"),
-        (["--resume_from_checkpoint", "{}/none"], r"that is no checkpoint\.\n  - no such folder\nName .* 'last'"),
-        (["--resume_from_checkpoint", "{}"], r"that is no checkpoint\.\n  - the folder has no trainer_state.json"),
-        (["--resume_from_checkpoint", "true"], r"no whole checkpoint to resume from in .*out"),
-        (["--resume_from_checkpoint", "Last"], r"no whole checkpoint to resume from in .*out"),
-        (["--report_to", "tensorboard"], r"'tensorboard': its package is not installed(.|\n)*report_to='none'"),
-        (["--report_to", "tensorbord"], r"report_to='tensorbord' does not exist(.|\n)*tensorboard"),
-        (
-            ["--assistant_only_loss", "true"],
-            r"nothing marks the assistant's tokens(.|\n)*cannot add them\n  - TRL can mark the unchanged templates of "
-            r".*llama3, .*qwen3, (.|\n)*Leave assistant_only_loss off",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "said"), [
+    (["--output_dir", "{}/file"], r"output_dir .*file cannot be written to(.|\n)*file is a file"),
+    (["--output_dir", "{}/file/out"], r"file/out cannot be written to: Not a directory\.\n  - .*file is a"),
+    (["--output_dir", "/proc/none/out"], r"output_dir /proc/none/out cannot be written to: No such file"),
+    (["--resume_from_checkpoint", "{}/none"], r"that is no checkpoint\.\n  - no such folder\nName .* 'last'"),
+    (["--resume_from_checkpoint", "{}"], r"that is no checkpoint\.\n  - the folder has no trainer_state.json"),
+    (["--resume_from_checkpoint", "true"], r"no whole checkpoint to resume from in .*out"),
+    (["--resume_from_checkpoint", "Last"], r"no whole checkpoint to resume from in .*out"),
+    (["--report_to", "tensorboard"], r"'tensorboard': its package is not installed(.|\n)*report_to='none'"),
+    (["--report_to", "tensorbord"], r"report_to='tensorbord' does not exist(.|\n)*tensorboard"),
+    (
+        ["--assistant_only_loss", "true"],
+        r"nothing marks the assistant's tokens(.|\n)*cannot add them\n  - TRL can mark the unchanged templates of "
+        r".*llama3, .*qwen3, (.|\n)*Leave assistant_only_loss off",
+    ),
+])  # fmt: skip
 def test_one_message_before_data_and_weights(asked, said, command, tmp_path, monkeypatch, capsys):
-    def loaded(*args, **kwargs):
-        raise AssertionError("data was loaded")
-
-    monkeypatch.setattr(launch, "load_dataset_dict", loaded)
+    monkeypatch.setattr(launch, "load_dataset_dict", lambda *args, **options: pytest.fail("data was loaded"))
     monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
     assert main([*command, *(word.format(tmp_path) for word in asked)]) == 1
     error = capsys.readouterr().err
@@ -68,11 +62,8 @@ def test_one_message_before_data_and_weights(asked, said, command, tmp_path, mon
 
 
 def test_the_control_loads_data(command, monkeypatch):
-    def loaded(*args, **kwargs):
-        raise RuntimeError("data was loaded")
-
-    monkeypatch.setattr(launch, "load_dataset_dict", loaded)
-    with pytest.raises(RuntimeError, match="data was loaded"):
+    monkeypatch.setattr(launch, "load_dataset_dict", lambda *args, **options: pytest.fail("data was loaded"))
+    with pytest.raises(pytest.fail.Exception, match="data was loaded"):
         main(command)
 
 
@@ -95,27 +86,19 @@ def test_a_template_with_markers_of_its_own_or_by_path_is_taken(tmp_path):
     plain.chat_template = PLAIN
     path = tmp_path / "marked.jinja"
     path.write_text(tiny.tokenizer().chat_template)
-    options = {"assistant_only_loss": True, "max_steps": 1}
-    found = []
+    options, found = {"assistant_only_loss": True, "max_steps": 1}, []
     for tokenizer, more in ((tiny.tokenizer(), {}), (plain, {"chat_template_path": str(path)})):
-        run = packed_trainer(
-            arguments(out=tmp_path, **options, **more),
-            processing_class=tokenizer,
-            train_dataset=conversations(),
-        )
+        args = arguments(out=tmp_path, **options, **more)
+        run = packed_trainer(args, processing_class=tokenizer, train_dataset=conversations())
         found.append([list(labels) for labels in run.train_dataset["labels"]])
     assert found[0] == found[1]
 
 
 def test_no_template_at_all(tmp_path):
-    bare = tiny.tokenizer()
+    args, bare = arguments(out=tmp_path, assistant_only_loss=True), tiny.tokenizer()
     bare.chat_template = None
     with pytest.raises(InvalidConfig, match="the tokenizer has no chat template"):
-        packed_trainer(
-            arguments(out=tmp_path, assistant_only_loss=True),
-            processing_class=bare,
-            train_dataset=conversations(),
-        )
+        packed_trainer(args, processing_class=bare, train_dataset=conversations())
 
 
 @pytest.mark.parametrize("asked", ["true", "last", "{}/out/checkpoint-2"])
@@ -136,8 +119,7 @@ def test_false_resumes_from_nothing(tmp_path):
 
 
 def test_the_trainer_takes_the_same_words(tmp_path):
-    run = packed_trainer(arguments(out=tmp_path, **SAVING))
-    run.train()
+    run = trained(packed_trainer(arguments(out=tmp_path, **SAVING)))
     again = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
     with pytest.raises(InvalidConfig, match="checkpoint-3: that is no checkpoint"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

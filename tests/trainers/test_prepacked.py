@@ -32,7 +32,6 @@ def documents_of(batches):
 
 
 def watched(trainer):
-    """The batches that train."""
     seen = batches_of(trainer)
     trainer.train()
     return seen
@@ -67,9 +66,8 @@ def all_documents():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rows_of_a_stream_too(tmp_path, strategy):
-    args = arguments(
-        out=tmp_path, packing_strategy=strategy, max_length=16, loss_by="source", max_steps=3, check_packing=False
-    )
+    options = {"max_length": 16, "loss_by": "source", "max_steps": 3, "check_packing": False}
+    args = arguments(out=tmp_path, packing_strategy=strategy, **options)
     batches = watched(packed_trainer(args, train_dataset=packed_before().to_iterable_dataset()))
     assert len(batches) >= 3
     if strategy != "wrapped":
@@ -91,8 +89,7 @@ def test_rows_train_as_in_trls_padding_free_batches(tmp_path, strategy):
 
 def rows_of(batch, rows):
     """The rows whose every document is in the batch."""
-    held = set(documents_of([batch]))
-    found = set()
+    held, found = set(documents_of([batch])), set()
     for row in rows:
         parts = torch.tensor(row["input_ids"]).split(row["seq_lengths"])
         if all(tuple(part.tolist()) in held for part in parts):
@@ -104,8 +101,7 @@ def rows_of(batch, rows):
 def test_rows_are_evaluated_by_document(tmp_path, packs):
     """Padded, TRL's collator would let a row's documents see each other."""
     args = arguments(out=tmp_path, max_length=20, eval_packing=packs, max_steps=1)
-    trainer = packed_trainer(args, eval_dataset={"rows": packed_before()})
-    seen = []
+    trainer, seen = packed_trainer(args, eval_dataset={"rows": packed_before()}), []
     collate, trainer.data_collator = trainer.data_collator, lambda rows: seen.append(collate(rows)) or seen[-1]
     loss = trainer.evaluate()["eval_rows_loss"]
     if packs is None:
@@ -116,24 +112,18 @@ def test_rows_are_evaluated_by_document(tmp_path, packs):
 
 
 def documents_in_order():
-    return [
-        {"input_ids": ids.tolist(), "labels": labels.tolist()}
-        for row in packed_before()
-        for ids, labels in zip(
-            *(torch.tensor(row[column]).split(row["seq_lengths"]) for column in ("input_ids", "labels")), strict=True
-        )
-    ]
+    names = ("input_ids", "labels")
+    parts = [[torch.tensor(row[name]).split(row["seq_lengths"]) for name in names] for row in packed_before()]
+    documents = [document for row in parts for document in zip(*row, strict=True)]
+    return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([3, 3], r"'seq_lengths' sums up to 6 tokens, its input_ids have 5"),
-        ([5, 0], r"'seq_lengths' is \[5, 0\], not a list of document lengths"),
-        (None, r"'seq_lengths' is None, not a list"),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "message"), [
+    ([3, 3], r"'seq_lengths' sums up to 6 tokens, its input_ids have 5"),
+    ([5, 0], r"'seq_lengths' is \[5, 0\], not a list of document lengths"),
+    (None, r"'seq_lengths' is None, not a list"),
+])  # fmt: skip
 def test_lengths_that_do_not_make_the_row_are_refused_by_name(tmp_path, stream, lengths, message):
     rows = [{"input_ids": [5] * 5, "seq_lengths": [2, 3]}, {"input_ids": [5] * 5, "seq_lengths": lengths}]
     data = IterableDataset.from_generator(lambda: iter(rows)) if stream else Dataset.from_list(rows)
@@ -167,8 +157,5 @@ def test_a_column_of_tokens_is_no_source(tmp_path, column):
 
 
 def test_a_packed_row_names_its_source_for_each_document():
-    rows = [
-        {"input_ids": [5, 6, 7], "seq_lengths": [2, 1], "from": "a"},
-        {"input_ids": [8, 9], "from": "b"},
-    ]
+    rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1], "from": "a"}, {"input_ids": [8, 9], "from": "b"}]
     assert DataCollatorForPacking(source_column="from")(rows)[SOURCES] == ("a", "a", "b")

@@ -6,11 +6,11 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory
-from training import FORMATS, arguments, dataset, logs_of, losses, packed_trainer
+from training import FORMATS, arguments, dataset, logs_of, losses, packed_trainer, trained
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
@@ -34,75 +34,58 @@ def test_a_contaminated_model_is_never_trained(tmp_path):
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("collator", [default_data_collator, lambda examples: {"input_ids": torch.ones(2, 3).long()}])
-def test_a_collator_without_boundaries_is_refused(tmp_path, collator):
-    with pytest.raises(InvalidConfig, match="does not carry document boundaries"):
-        packed_trainer(arguments(out=tmp_path), data_collator=collator)
-
-
 def test_transformers_flattening_collator_is_welcome(tmp_path):
-    trainer = packed_trainer(
-        arguments(out=tmp_path), data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    flattening = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer, own = (
+        trained(packed_trainer(arguments(out=tmp_path), **options)) for options in ({"data_collator": flattening}, {})
     )
-    trainer.train()
-    own = packed_trainer(arguments(out=tmp_path))
-    own.train()
     assert losses(trainer) == losses(own)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
-        ({"train_dataset": Dataset.from_list([{"a": 1}])}, InvalidDataset, r"\['a'\], which is no TRL format"),
-        ({"train_dataset": Dataset.from_list([{"text": 7}])}, InvalidDataset, "'text' .* holds int, expected str"),
-        ({"train_dataset": Dataset.from_list([{"prompt": "1"}])}, InvalidDataset, "no TRL format"),
-        (
-            {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])},
-            InvalidDataset,
-            "no document has a token to train on",
-        ),
-        ({"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig, "targets 'lm_head'"),
-        ({"eval_dataset": Dataset.from_list([])}, InvalidDataset, "the eval dataset is empty"),
-    ],
-)
-def test_bad_input_is_refused_at_construction(tmp_path, options, error, message):
+def listed(**row):
+    return {"train_dataset": Dataset.from_list([row])}
+
+
+NO_LABEL = {"input_ids": [5, 6], "labels": [-100, -100]}
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+TWO_ROWS = {"data_collator": lambda examples: {"input_ids": torch.ones(2, 3).long()}}
+ON_THE_FLY = {"train_dataset": dataset().with_transform(lambda batch: batch)}
+# What the config asks for, what the trainer is given, and what is said.
+REFUSED = {
+    "an empty dataset": ({}, {"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
+    "an unknown column": ({}, listed(a=1), InvalidDataset, r"\['a'\], which is no TRL format"),
+    "text that is none": ({}, listed(text=7), InvalidDataset, "'text' .* holds int, expected str"),
+    "a prompt alone": ({}, listed(prompt="1"), InvalidDataset, "no TRL format"),
+    "no label": ({}, listed(**NO_LABEL), InvalidDataset, "no document has a token to train on"),
+    "images": ({}, listed(messages=FORMATS["messages"][0]["messages"], images=["x"]), ValueError, "vision"),
+    "a transform": ({}, ON_THE_FLY, InvalidDataset, r"train dataset is transformed on the fly(.|\n)*dataset\.map"),
+    "an empty eval dataset": ({}, {"eval_dataset": Dataset.from_list([])}, InvalidDataset,
+                              "the eval dataset is empty"),
+    "an adapter on the head": ({}, {"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig,
+                               "targets 'lm_head'"),
+    "prompt tuning": ({}, {"peft_config": PROMPTS}, UnsupportedModel, "virtual tokens are put before the row"),
+    "a collator without boundaries": ({}, {"data_collator": default_data_collator}, InvalidConfig,
+                                      "does not carry document boundaries"),
+    "a collator of two rows": ({}, TWO_ROWS, InvalidConfig, "does not carry document boundaries"),
+    "a document too long": ({"max_length": 20, "overflow": "error"}, {}, InvalidDataset,
+                            r"document \d+ has \d+ tokens, max_length is 20"),
+    "a stream without a budget": ({"max_length": None}, {"train_dataset": dataset().to_iterable_dataset()},
+                                  InvalidConfig, "on a stream needs a token budget"),
+    "metrics of packed rows": ({"eval_packing": True}, {"compute_metrics": lambda p: {}}, InvalidConfig,
+                               "metrics are computed example by example"),
+    "a loaded model to quantize": ({"load_in_4bit": True}, {"peft_config": None}, InvalidConfig,
+                                   "already loaded, without quantization"),
+    "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, {}, InvalidConfig,
+                           "dispatch_batches=True cannot carry"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_at_construction(tmp_path, case):
+    asked, given, error, message = REFUSED[case]
+    args = arguments(out=tmp_path, **asked)
     with pytest.raises(error, match=message):
-        packed_trainer(arguments(out=tmp_path), **options)
-
-
-def test_overflow_error_names_the_document(tmp_path):
-    with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
-        packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
-
-
-def test_a_stream_without_a_budget_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="on a stream needs a token budget"):
-        packed_trainer(arguments(out=tmp_path, max_length=None), train_dataset=dataset().to_iterable_dataset())
-
-
-def test_packed_metrics_are_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="metrics are computed example by example"):
-        packed_trainer(arguments(out=tmp_path, eval_packing=True), compute_metrics=lambda p: {})
-
-
-def test_quantizing_a_loaded_model_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="already loaded, without quantization"):
-        packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
-
-
-def test_dispatching_batches_is_refused(tmp_path):
-    args = arguments(out=tmp_path, accelerator_config={"dispatch_batches": True})
-    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
-        packed_trainer(args)
-
-
-def test_prompt_tuning_is_refused(tmp_path):
-    from peft import PromptTuningConfig
-
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(UnsupportedModel, match="virtual tokens are put before the row"):
-        packed_trainer(arguments(out=tmp_path), peft_config=config)
+        packed_trainer(args, **given)
 
 
 def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
@@ -116,11 +99,10 @@ def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path
         yield {"text": "1 2"}
         raise AssertionError("the dataset was read")
 
+    data = IterableDataset.from_generator(untouchable)
     for given in (model, str(tmp_path / "cpmant")):
         with pytest.raises(UnsupportedModel, match="no patch for model type 'cpmant'"):
-            packed_trainer(
-                arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
-            )
+            packed_trainer(arguments(out=tmp_path), model=given, train_dataset=data)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="varlen may run here")
@@ -130,17 +112,14 @@ def test_a_backend_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp
     packed_trainer(arguments(out=tmp_path, attention_backend="reference"))
 
 
-def test_vision_datasets_are_refused(tmp_path):
-    data = Dataset.from_list([{"messages": FORMATS["messages"][0]["messages"], "images": ["x"]}])
-    with pytest.raises(ValueError, match="vision"):
-        packed_trainer(arguments(out=tmp_path), train_dataset=data)
+FULL = {"max_steps": 3, "use_peft": False, "learning_rate": 1e-4}
 
 
 @pytest.mark.parametrize("model_type", ["modernbert-decoder", "llama4_text"])
 def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
     """ModernBERT's decoder transforms its output before the LM head, which TRL's fused head does not know; Llama-4's
     backbone is not where it looks. The losses are those of the model's own logits, packed and padded."""
-    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    options = {"out": tmp_path, **FULL}
     packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
     assert "the model's own logits are used" in caplog.text
     packed.train()
@@ -154,8 +133,9 @@ def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
 
 def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
     """Where the fused head is right, going around it changes nothing: losses, entropy and accuracy."""
-    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
-    fused, own = (packed_trainer(arguments(**options), model=tiny.model(), peft_config=None) for _ in range(2))
+    fused, own = (
+        packed_trainer(arguments(out=tmp_path, **FULL), model=tiny.model(), peft_config=None) for _ in range(2)
+    )
     own.model.forward = OwnHead(own.model, partial(type(own.model).forward, own.model))
     fused.train(), own.train()
     assert_trajectory(losses(own), losses(fused))
@@ -167,10 +147,10 @@ def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
 @pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
 def test_general_levels_train_through_the_trainer(tmp_path, model_type):
     """Packed without a patch file of their own, the losses of TRL's padded trainer."""
-    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
-    padded = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
-    packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
-    padded.train(), packed.train()
+    padded, packed = (
+        trained(packed_trainer(arguments(out=tmp_path, packing=packs, **FULL), model=small_model(model_type),
+                               peft_config=None)) for packs in (False, True)
+    )  # fmt: skip
     assert packed.exactness.is_exact
     # These random weights give losses of about a hundred: held in units of the loss.
     unit = max(losses(padded))
@@ -180,21 +160,12 @@ def test_general_levels_train_through_the_trainer(tmp_path, model_type):
 def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
     longest = max(lengths)
-    with pytest.raises(
-        InvalidConfig,
-        match=rf"max_tokens_per_microbatch={longest - 1} is smaller than document {lengths.index(longest)}, "
-        rf"which has {longest} tokens(.|\n)*Raise it to {longest}",
-    ):
+    said = rf"={longest - 1} is smaller than document {lengths.index(longest)}, which has {longest} tokens"
+    with pytest.raises(InvalidConfig, match=rf"max_tokens_per_microbatch{said}(.|\n)*Raise it to {longest}"):
         packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest - 1))
     stream = IterableDataset.from_generator(lambda: iter(dataset()))
     with pytest.raises(InvalidConfig, match="smaller than a document of a stream, which may have 64 tokens"):
         packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=63, max_length=64), train_dataset=stream)
-
-
-def test_a_transform_on_the_fly_is_refused(tmp_path):
-    transformed = dataset().with_transform(lambda batch: batch)
-    with pytest.raises(InvalidDataset, match=r"train dataset is transformed on the fly(.|\n)*dataset\.map"):
-        packed_trainer(arguments(out=tmp_path), train_dataset=transformed)
 
 
 @pytest.mark.parametrize("strategy", ["step", "bfd", *in_full("minibatch", "wrapped")])
@@ -202,9 +173,8 @@ def test_documents_of_no_or_one_token_and_a_dataset_smaller_than_a_step(tmp_path
     """Documents that cannot be trained are dropped and counted, but keep their place in the padded run's batches where
     TRL keeps them (one token that has a label); one short step is trained, as padded training does."""
     documents = [{"input_ids": ids} for ids in ([], [5], [6, 7, 8], [9, 10])]
-    args = arguments(
-        out=tmp_path, packing_strategy=strategy, max_length=64, gradient_accumulation_steps=4, max_steps=2,
-    )  # fmt: skip
+    options = {"max_length": 64, "gradient_accumulation_steps": 4, "max_steps": 2}
+    args = arguments(out=tmp_path, packing_strategy=strategy, **options)
     trainer = packed_trainer(args, train_dataset=Dataset.from_list(documents))
     report = trainer.packing_reports["train"]
     kept = 2 if trainer.args.strategy.fills_rows else 3

@@ -37,12 +37,27 @@ def processes(monkeypatch):
     return pretend
 
 
-def test_more_than_the_processes_are_refused(tmp_path):
-    args = arguments(out=tmp_path, sequence_parallel=2)
-    with pytest.raises(
-        InvalidConfig, match=r"sequence_parallel=2 is more than the number of processes, 1(.|\n)*torchrun"
-    ):
-        packed_trainer(args)
+# Processes, what else the config asks for and what the trainer is given, and what is said.
+REFUSED = {
+    "more than the processes": (1, {}, {},
+                                r"sequence_parallel=2 is more than the number of processes, 1(.|\n)*torchrun"),
+    "unequal groups": (3, {}, {}, "sequence_parallel=2 does not divide the number of processes, 3"),
+    "a loss function": (2, {}, {"compute_loss_func": lambda *args, **kwargs: None},
+                        r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"),
+    "images": (1, {}, {"train_dataset": vision.prompts()},
+               r"sequence_parallel=2, but the dataset has images in its column 'image'"),
+    **{size: (2, {"parallelism_config": ParallelismConfig(**{size: 2})}, {},
+              rf"{size}=2 cannot be packed(.|\n)*sequence_parallel=N") for size in ("cp_size", "sp_size")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_cannot_be_shared_are_refused(tmp_path, processes, case):
+    count, asked, given, message = REFUSED[case]
+    processes(count)
+    args = arguments(out=tmp_path, sequence_parallel=2, **asked)
+    with pytest.raises(InvalidConfig, match=message):
+        packed_trainer(args, **given)
 
 
 def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
@@ -52,56 +67,25 @@ def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeyp
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
 
 
-def test_groups_of_unequal_size_are_refused(tmp_path, processes):
-    processes(3)
-    with pytest.raises(InvalidConfig, match="sequence_parallel=2 does not divide the number of processes, 3"):
-        packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
-
-
 @pytest.mark.parametrize("options", [{"sequence_parallel": 0}, {"sequence_parallel": 2, "packing": False}])
 def test_only_packed_rows_are_shared(tmp_path, options):
     with pytest.raises(InvalidConfig, match="only packed rows can be shared"):
         arguments(out=tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"share_prefixes": True}, "share_prefixes"),
-        ({"expand_turns": True}, "expand_turns"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, "group_by_length"),
-    ],
-)
+@pytest.mark.parametrize(("options", "named"), [
+    ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    ({"share_prefixes": True}, "share_prefixes"),
+    ({"expand_turns": True}, "expand_turns"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, "group_by_length"),
+])  # fmt: skip
 def test_what_needs_the_whole_row_is_refused(tmp_path, processes, options, named):
     processes(2)
-    with pytest.raises(
-        InvalidConfig, match=rf"{named}.* with sequence_parallel=2 cannot be trained(.|\n)*Drop {named}|{named}"
-    ):
+    said = rf"{named}.* with sequence_parallel=2 cannot be trained(.|\n)*Drop {named}|{named}"
+    with pytest.raises(InvalidConfig, match=said):
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2, **options))
-
-
-def test_a_loss_function_is_refused(tmp_path, processes):
-    processes(2)
-    with pytest.raises(
-        InvalidConfig, match=r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"
-    ):
-        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), compute_loss_func=lambda *args, **kwargs: None)
-
-
-@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
-def test_accelerates_own_ways_at_once_are_refused(tmp_path, processes, size):
-    processes(2)
-    args = arguments(out=tmp_path, sequence_parallel=2, parallelism_config=ParallelismConfig(**{size: 2}))
-    with pytest.raises(InvalidConfig, match=rf"{size}=2 cannot be packed(.|\n)*sequence_parallel=N"):
-        packed_trainer(args)
-
-
-def test_images_are_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"sequence_parallel=2, but the dataset has images in its column 'image'"):
-        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), train_dataset=vision.prompts())
 
 
 def test_padded_rows_are_refused(tmp_path):
@@ -123,9 +107,8 @@ def test_heads_that_processes_cannot_divide_are_refused():
 
 def test_mixers_are_refused():
     model = trl_packfa.patch(small_model("mamba", num_hidden_layers=1))
-    with pytest.raises(
-        UnsupportedModel, match=r"cannot run rows that 2 processes share(.|\n)*MambaMixer(.|\n)*fsdp=True"
-    ):
+    said = r"cannot run rows that 2 processes share(.|\n)*MambaMixer(.|\n)*fsdp=True"
+    with pytest.raises(UnsupportedModel, match=said):
         require_shareable(model, SimpleNamespace(sequence_parallel=2))
 
 
@@ -138,10 +121,9 @@ def test_rows_shorter_than_their_processes_are_refused():
 def test_a_row_that_differs_is_refused():
     proof = ShardedRowProof(2e-7, 1e-3, 1e-6, 3e-4, "lm_head.weight", 2)
     proof.require_exact()
+    said = r"rows that 2 processes share are not exact(.|\n)*lm_head.weight"
     for wrong in (proof._replace(difference=0.1), proof._replace(gradient=0.5), proof._replace(gradient=float("nan"))):
-        with pytest.raises(
-            ContaminationError, match=r"rows that 2 processes share are not exact(.|\n)*lm_head.weight"
-        ):
+        with pytest.raises(ContaminationError, match=said):
             wrong.require_exact()
 
 

@@ -5,6 +5,8 @@ import pickle
 import pytest
 import tiny
 import torch
+from calls import watched
+from peft import LoraConfig
 from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
 from trl_trainers import beyond, build, build_packed, pairs, run, train
@@ -69,10 +71,8 @@ def test_dpo_with_what_it_can_do(options, lora, tmp_path):
 
 def test_negative_control_prompts_that_are_forgotten_are_found_in_the_first_batch(tmp_path, monkeypatch):
     def take(self, call, rows):
-        return rows.take_call(call), PackedLayout.from_lengths(rows.segments, documents=[(i,) for i in segments(rows)])
-
-    def segments(rows):
-        return range(len(rows.segments))
+        documents = [(i,) for i in range(len(rows.segments))]
+        return rows.take_call(call), PackedLayout.from_lengths(rows.segments, documents=documents)
 
     trainer = sharing("dpo", tmp_path, data=with_prompts(), max_steps=1)
     monkeypatch.setattr(BackboneOverride, "_taken", take)
@@ -82,9 +82,7 @@ def test_negative_control_prompts_that_are_forgotten_are_found_in_the_first_batc
 
 def test_rows_are_compared_by_the_collator_and_by_no_model(tmp_path, monkeypatch):
     trainer = sharing("dpo", tmp_path, data=with_prompts(), max_steps=2)
-    compared = []
-    own = shared_rows.share
-    monkeypatch.setattr(shared_rows, "share", lambda *args: compared.append(1) or own(*args))
+    compared = watched(monkeypatch, shared_rows, "share")
     train(trainer)
     assert not compared and all(find_state(m).unpadding.shared for m in (trainer.model, trainer.ref_model))
     ids = torch.arange(1, 41).repeat(2, 1)
@@ -107,10 +105,7 @@ def test_without_it_nothing_is_shared_or_said(tmp_path):
 
 def test_lora_dropout_is_each_rows_own(tmp_path, caplog):
     """TRL sets dropout to 0 unless it is told not to."""
-    from peft import LoraConfig
-
-    options = {"disable_dropout": False, "max_steps": 1}
-    trainer = build("dpo", tmp_path, data=with_prompts(), lora=True, **options)
+    trainer = build("dpo", tmp_path, data=with_prompts(), lora=True, disable_dropout=False, max_steps=1)
     assert isinstance(trainer.model.peft_config["default"], LoraConfig)
     for module in trainer.model.modules():
         if "lora_dropout" in vars(module).get("_modules", {}):

@@ -41,15 +41,9 @@ def test_an_adapter_costs_its_own_and_no_gradient_of_the_base():
 
 
 def test_a_head_that_is_no_linear_layer_counts_as_one():
-    model = tiny.model(layers=1)
-    as_linear = ModelFlops.of(model)
-
-    class Head(torch.nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-    model.lm_head = Head(model.lm_head.weight)
+    model, head = tiny.model(layers=1), torch.nn.Module()
+    as_linear, head.weight = ModelFlops.of(model), model.lm_head.weight
+    model.lm_head = head
     assert ModelFlops.of(model) == as_linear and as_linear.head > 0
 
 
@@ -101,25 +95,18 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
         peak_tflops=1.0,
     )  # fmt: skip
     trainer = packed_trainer(args, eval_dataset={"a": dataset(4, seed=1), "b": dataset(4, seed=2)})
-    slow = {name: getattr(SFTTrainer, name) for name in ("evaluate", "_save_checkpoint")}
 
-    def slowly(name):
-        def run(self, *args, **kwargs):
-            now[0] += 1000.0
-            return slow[name](self, *args, **kwargs)
+    def slowly(own, seconds):
+        def run(*args, **kwargs):
+            result = own(*args, **kwargs)
+            now[0] += seconds
+            return result
 
         return run
 
-    for name in slow:
-        monkeypatch.setattr(SFTTrainer, name, slowly(name))
-    step = trainer.training_step
-
-    def training_step(*args, **kwargs):
-        loss = step(*args, **kwargs)
-        now[0] += 2.0
-        return loss
-
-    trainer.training_step = training_step
+    for name in ("evaluate", "_save_checkpoint"):
+        monkeypatch.setattr(SFTTrainer, name, slowly(getattr(SFTTrainer, name), 1000.0))
+    trainer.training_step = slowly(trainer.training_step, 2.0)
     trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
     logs = logs_of(trainer)

@@ -41,16 +41,12 @@ def conversations(*, prompt=False):
 
 @pytest.mark.parametrize("prompt", [False, True], ids=["messages", "prompt-completion"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (knows(), ["ignores tools: in 50% of the examples (4 of 8 ", "ignores tool calls: in 25% of the"]),
-        (knows(tools=True), ["ignores tool calls: in 25%"]),
-        (knows(calls=True), ["ignores tools: in 50%"]),
-        (knows(tools=True, calls=True), []),
-    ],
-    ids=["neither", "tools", "calls", "both"],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "expected"), [
+    (knows(), ["ignores tools: in 50% of the examples (4 of 8 ", "ignores tool calls: in 25% of the"]),
+    (knows(tools=True), ["ignores tool calls: in 25%"]),
+    (knows(calls=True), ["ignores tools: in 50%"]),
+    (knows(tools=True, calls=True), []),
+], ids=["neither", "tools", "calls", "both"])  # fmt: skip
 def test_what_the_template_leaves_out_is_counted(template, expected, streaming, prompt):
     data = conversations(prompt=prompt)
     found = left_out_by_template(data.to_iterable_dataset() if streaming else data, template)
@@ -73,8 +69,5 @@ def test_the_trainer_and_the_plan_say_so(tmp_path, caplog, capsys):
         assert ("train: the chat template ignores tools" in caplog.text) is not silent
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         data.to_json(tmp_path / "data.jsonl")
-        assert (
-            main(["plan", "--tokenizer", str(tmp_path / "tokenizer"), "--dataset_name", str(tmp_path / "data.jsonl")])
-            == 0
-        )
+        assert main(f"plan --tokenizer {tmp_path}/tokenizer --dataset_name {tmp_path}/data.jsonl".split()) == 0
         assert ("the chat template ignores tools" in " ".join(capsys.readouterr().out.split())) is not silent

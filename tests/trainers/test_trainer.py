@@ -14,8 +14,6 @@ from trl import SFTConfig
 from trl_packfa import PackedSFTConfig, describe, unpatch
 from trl_packfa.kernels.lm_head.chunked import Head
 
-# The same training ------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.versions
 @pytest.mark.parametrize("completion_only_loss", [True, *in_full(False)])
@@ -23,13 +21,9 @@ from trl_packfa.kernels.lm_head.chunked import Head
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, completion_only_loss):
     options = {
-        "max_steps": 20,
-        "gradient_accumulation_steps": accumulation,
-        "completion_only_loss": completion_only_loss,
-        "learning_rate": 2e-3,
-        "max_length": 48,
-        "out": tmp_path,
-    }
+        "max_steps": 20, "gradient_accumulation_steps": accumulation, "completion_only_loss": completion_only_loss,
+        "learning_rate": 2e-3, "max_length": 48, "out": tmp_path,
+    }  # fmt: skip
     evaluation = dataset(10, seed=5)
     padded = padded_trainer(arguments(SFTConfig, **options), eval_dataset=evaluation)
     packed = packed_trainer(arguments(packing_strategy=strategy, **options), eval_dataset=evaluation)
@@ -83,9 +77,6 @@ def test_negative_control_packing_without_boundaries_is_another_training(tmp_pat
         assert_trajectory(losses(packed), losses(padded))
 
 
-# Defaults and what is passed in ------------------------------------------------------------------------------------
-
-
 def test_packing_patching_and_lora_are_on_by_default(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path), peft_config=None)
     assert isinstance(trainer.model, PeftModel)
@@ -115,9 +106,8 @@ def test_use_peft_false_trains_everything(tmp_path):
 
 @pytest.mark.parametrize("cls", [SFTConfig, TrainingArguments])
 def test_plain_arguments_are_taken_as_ours(tmp_path, cls):
-    options = {} if cls is SFTConfig else {"remove_unused_columns": True}
-    args = arguments(SFTConfig, tmp_path) if cls is SFTConfig else None
-    args = args or TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none", **options)
+    options = {"use_cpu": True, "max_steps": 1, "report_to": "none", "remove_unused_columns": True}
+    args = arguments(SFTConfig, tmp_path) if cls is SFTConfig else TrainingArguments(str(tmp_path), **options)
     trainer = packed_trainer(args, peft_config=None)
     assert isinstance(trainer.args, PackedSFTConfig)
     assert trainer.args.packing and isinstance(trainer.model, PeftModel)
@@ -155,9 +145,6 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
             assert parameter.abs().sum() > 0
 
 
-# Data --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", ["step", *in_full("bfd"), *exhaustive("minibatch", "bfd_split")])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", FORMATS)
@@ -182,19 +169,13 @@ def test_streaming_gives_the_same_losses_as_a_map_dataset(tmp_path):
 
 
 def test_formatting_func_and_assistant_only_loss(tmp_path):
-    formatted = packed_trainer(
-        arguments(out=tmp_path),
-        train_dataset=Dataset.from_list([{"question": "1 2 3", "answer": "4 5"}] * 8),
-        formatting_func=lambda example: example["question"] + " " + example["answer"],
-    )
+    data = Dataset.from_list([{"question": "1 2 3", "answer": "4 5"}] * 8)
+    joined = {"formatting_func": lambda example: example["question"] + " " + example["answer"]}
+    formatted = packed_trainer(arguments(out=tmp_path), train_dataset=data, **joined)
     assert formatted.packing_reports["train"].trained_tokens == 8 * 5  # 6 tokens with eos, the first not trained
-    assistant = packed_trainer(
-        arguments(out=tmp_path, assistant_only_loss=True), train_dataset=Dataset.from_list(FORMATS["messages"])
-    )
+    data, args = Dataset.from_list(FORMATS["messages"]), arguments(out=tmp_path, assistant_only_loss=True)
+    assistant = packed_trainer(args, train_dataset=data)
     assert assistant.packing_reports["train"].trained_tokens == 24 * 3  # "7 8 </s>"
-
-
-# Evaluation, resuming -----------------------------------------------------------------------------------------------
 
 
 def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
@@ -231,7 +212,6 @@ def test_resume_continues_bit_for_bit(tmp_path, strategy):
     resumed = packed_trainer(arguments(out=tmp_path / "b", **options))
     resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-9"))
     assert losses(resumed)[-5:] == losses(straight)[-5:]
-    for (name, ours), (_, theirs) in zip(
-        resumed.model.named_parameters(), straight.model.named_parameters(), strict=True
-    ):
+    models = (resumed.model, straight.model)
+    for (name, ours), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
         assert torch.equal(ours, theirs), name

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 from selection import in_full
 from tolerance import assert_trajectory
-from training import arguments, batches_of, dataset, logs_of, packed_trainer
+from training import arguments, batches_of, dataset, logs_of, packed_trainer, trained
 
 
 @pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
@@ -16,8 +16,7 @@ def test_padding_is_counted_nowhere(tmp_path, strategy):
     logs = []
     for multiple in (None, 64):
         options = {"packing_strategy": strategy, "max_length": 96, "gradient_accumulation_steps": 2, "max_steps": 3}
-        trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=multiple, **options))
-        trainer.train()
+        trainer = trained(packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=multiple, **options)))
         logs.append(logs_of(trainer))
     for plain, padded in zip(*logs, strict=True):
         assert plain["tokens_per_second"] > 0 and padded["tokens_per_second"] > 0
@@ -72,8 +71,7 @@ def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
 def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):
     args = arguments(out=tmp_path, packing_strategy="bfd", max_length=96, per_device_train_batch_size=1, max_steps=-1)
     args.num_train_epochs, args.check_packing = 2, False  # the check would go through the collator watched here
-    trainer = packed_trainer(args)
-    batches = []
+    trainer, batches = packed_trainer(args), []
     collate = trainer.data_collator
 
     def watch(examples):
@@ -118,6 +116,5 @@ def test_split_trains_every_token(tmp_path):
 
 def test_losses_of_a_stream_are_logged(tmp_path):
     args = arguments(out=tmp_path, max_length=20, max_steps=2)
-    trainer = packed_trainer(args, train_dataset=dataset().to_iterable_dataset())
-    trainer.train()
+    trainer = trained(packed_trainer(args, train_dataset=dataset().to_iterable_dataset()))
     assert sum(entry.get("tokens_lost", 0) for entry in trainer.state.log_history) > 0

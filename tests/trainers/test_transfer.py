@@ -90,8 +90,7 @@ def test_the_data_loader_of_a_gpu_does_not_wait_either(monkeypatch):
 
 def test_the_trainer_sends_what_its_model_reads(monkeypatch):
     """Every micro-batch of a step, and nothing beside its layout that says where documents begin."""
-    trainer = packed_trainer(arguments(max_steps=1))
-    seen = []
+    trainer, seen = packed_trainer(arguments(max_steps=1)), []
     monkeypatch.setattr("trl_packfa.trainers.sft.trainer.copies_without_waiting", lambda args: True)
     monkeypatch.setattr("trl_packfa.trainers.sft.trainer.send", lambda batch, device: seen.append(set(batch)) or batch)
     trainer.train()

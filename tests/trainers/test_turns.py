@@ -91,10 +91,6 @@ def trained(trainer):
     return [value for entry in logs for value in (entry["loss"], entry["grad_norm"])], logs
 
 
-def unshared(monkeypatch):
-    monkeypatch.setattr(Unpadding, "shared_documents_of", lambda *args: None)
-
-
 CASES = [("llama", True, {}),
          *in_full(("qwen3", False, {}), ("gemma2", True, {"use_reentrant": False}),
                   ("llama", False, {"use_reentrant": True}))]  # fmt: skip
@@ -132,7 +128,7 @@ def test_twenty_steps_beside_trl(strategy, tmp_path):
                                      {"bf16": True, "learning_rate": 1e-4}], ids=["bfd", "split", "bf16"])  # fmt: skip
 def test_histories_that_run_once_change_nothing(options, tmp_path, monkeypatch):
     found, logs = trained(expanded(tmp_path, max_steps=3, **options))
-    unshared(monkeypatch)
+    monkeypatch.setattr(Unpadding, "shared_documents_of", lambda *args: None)
     expected, _ = trained(expanded(tmp_path, max_steps=3, **options))
     assert_trajectory(found, expected, allowed=BFLOAT16_LOSSES if "bf16" in options else TRAJECTORY)
     assert all(entry.get("fill", 0) <= 1 for entry in logs)
@@ -145,10 +141,9 @@ def test_a_template_that_keeps_thoughts_gives_ordinary_multi_turn_training(tmp_p
     trainer = expanded(tmp_path, template=None, **options)
     found, _ = trained(trainer)
     assert_trajectory(found, expected)
-    whole = tokenizer(None)
-    lengths = [len(whole.apply_chat_template(m, return_dict=True)["input_ids"]) for m in data["messages"]]
+    first = tokenizer(None).apply_chat_template(data["messages"][0], return_dict=True)["input_ids"]
     row = trainer.train_dataset[0]
-    assert len(row["input_ids"]) - row[SAVED] == lengths[0] == max(row[ROW_LENGTHS])
+    assert len(row["input_ids"]) - row[SAVED] == len(first) == max(row[ROW_LENGTHS])
 
 
 def test_negative_control_a_prefix_that_is_too_long_is_found(tmp_path, monkeypatch):
@@ -167,11 +162,9 @@ def test_negative_control_a_prefix_that_is_too_long_is_found(tmp_path, monkeypat
 def test_rows_that_begin_alike_share_without_turns(tmp_path):
     system = tiny.words(30, seed=5)
     data = Dataset.from_list([{**row, "prompt": f"{system} {row['prompt']}"} for row in rows(12, longest=9)])
-    options = {"train_dataset": data, "peft_config": None}
-    plain = packed_trainer(arguments(out=tmp_path, use_peft=False), **options)
-    plain.train()
-    shared = packed_trainer(arguments(out=tmp_path, use_peft=False, share_prefixes=True), **options)
-    shared.train()
+    plain, shared = (packed_trainer(arguments(out=tmp_path, use_peft=False, share_prefixes=shares), train_dataset=data,
+                                    peft_config=None) for shares in (False, True))  # fmt: skip
+    plain.train(), shared.train()
     assert_trajectory(losses(shared), losses(plain))
     assert shared.state.log_history[0]["prefixes_shared"] > 0.5
     assert "prefixes_shared" not in plain.state.log_history[0]
@@ -199,9 +192,8 @@ def test_streams_and_evaluation(tmp_path):
     found, logs = trained(expanded(tmp_path, data=data.to_iterable_dataset(), packing_strategy="bfd", **options))
     assert all(0 < entry["fill"] <= 1 for entry in logs)
     args = arguments(out=tmp_path, expand_turns=True, use_peft=False, loss_by="source")
-    packed = packed_trainer(
-        args, processing_class=tokenizer(), train_dataset=data, eval_dataset=data, peft_config=None
-    )
+    given = {"processing_class": tokenizer(), "train_dataset": data, "eval_dataset": data}
+    packed = packed_trainer(args, peft_config=None, **given)
     report = packed.packing_reports["eval"]
     assert report.documents == 36 and report.shared_tokens == sum(packed.eval_dataset[SAVED]) > 0
     one = SFTTrainer(

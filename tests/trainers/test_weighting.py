@@ -13,22 +13,12 @@ from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.sft.loss_terms import count_examples, example_weights
 
 OPTIONS = {
-    "use_peft": False,
-    "optim": "sgd",
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0,
-    "train_sampling_strategy": "sequential",
-    "completion_only_loss": True,
-}
-
-
-def examples_of(trainer):
-    return [{k: e[k] for k in ("input_ids", "labels", "source")} for e in trainer.train_dataset]
+    "use_peft": False, "optim": "sgd", "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0,
+    "train_sampling_strategy": "sequential", "completion_only_loss": True,
+}  # fmt: skip
 
 
 def own_loss(model, example):
-    """Mean loss of one example by itself."""
     ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"])
     return torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], ignore_index=-100)
 
@@ -42,7 +32,7 @@ def test_every_example_counts_the_same(tmp_path, strategy, counts):
     trained = tiny.model(layers=2)
     trained.accepts_loss_kwargs = counts  # without, as in Gemma 4, TRL takes the mean of each micro-batch
     trainer = packed_trainer(args, model=trained, peft_config=None)
-    model, examples = tiny.model(layers=2), examples_of(trainer)
+    model, examples = tiny.model(layers=2), list(trainer.train_dataset)
     optimizer, expected = torch.optim.SGD(model.parameters(), lr=1e-3), []
     for step in range(4):
         optimizer.zero_grad()
@@ -67,9 +57,8 @@ def test_negative_control_tokens_weigh_otherwise(tmp_path):
 
 
 def test_weights_of_packed_and_padded_examples():
-    batch = DataCollatorForPacking(pad_to_multiple_of=8)(
-        [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5]}, {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
-    )
+    examples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5]}, {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
+    batch = DataCollatorForPacking(pad_to_multiple_of=8)(examples)
     assert count_examples(batch) == 2
     weights = example_weights(batch)
     trained = batch["labels"][:, 1:] != -100
@@ -99,14 +88,11 @@ def test_each_sources_loss_is_logged(tmp_path, strategy):
     assert_trajectory([logged[f"loss/{n}"] for n in names], [sums[n][0] / sums[n][1] for n in names], allowed=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_weighting": "document"}, r"loss_weighting='document' does not exist(.|\n)*'token', 'example'"),
-        ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
-        ({"loss_weighting": "example", "label_smoothing_factor": 0.1}, "label_smoothing_factor with loss_weighting"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"loss_weighting": "document"}, r"loss_weighting='document' does not exist(.|\n)*'token', 'example'"),
+    ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
+    ({"loss_weighting": "example", "label_smoothing_factor": 0.1}, "label_smoothing_factor with loss_weighting"),
+])  # fmt: skip
 def test_weightings_that_mean_nothing_are_refused(options, message):
     with pytest.raises(InvalidConfig, match=message):
         arguments(**options)

@@ -15,16 +15,7 @@ from training import arguments, lora_config, packed_trainer
 from trl_packfa import PackedSFTConfig, patch
 from trl_packfa.trainers.common.flops import attention_heads
 from trl_packfa.trainers.sft import memory
-from trl_packfa.trainers.sft.memory import (
-    checkpointing_can_be_off,
-    estimate,
-    frozen_in_float32,
-    fuses_mlps,
-    layer_bytes,
-    shape_as_loaded,
-    shape_of,
-    without_checkpointing,
-)
+from trl_packfa.trainers.sft.memory import checkpointing_can_be_off, estimate, shape_as_loaded, without_checkpointing
 
 GB = 1e9
 
@@ -61,7 +52,7 @@ def test_widths_that_differ_from_layer_to_layer_or_are_not_said(name, estimated)
 
 def test_what_is_loaded_weighs_what_its_config_says(tmp_path):
     args = arguments(use_peft=True, lora_r=4)
-    by_config, loaded = shape_of(tiny.model(layers=2), args), shape_as_loaded(adapted())
+    by_config, loaded = memory.shape_of(tiny.model(layers=2), args), shape_as_loaded(adapted())
     assert estimate(loaded, args, 500).total == pytest.approx(estimate(by_config, args, 500).total)
     half = shape_as_loaded(adapted(torch.bfloat16))
     assert estimate(half, args, 500).weights == estimate(loaded, args, 500).weights / 2
@@ -77,8 +68,8 @@ def test_a_layer_with_fused_lora_keeps_what_is_estimated():
         kept[layers] = kept_bytes(model, partial(model, **tiny.batch([torch.arange(tokens) % 90])))
     shape = shape_as_loaded(model)
     measured = (kept[3] - kept[1]) / 2 / tokens
-    assert_estimate(layer_bytes(shape, 4, fused_mlp=True, fused_norms=True), measured)
-    assert layer_bytes(shape, 4) > 1.3 * measured, "control: without"
+    assert_estimate(memory.layer_bytes(shape, 4, fused_mlp=True, fused_norms=True), measured)
+    assert memory.layer_bytes(shape, 4) > 1.3 * measured, "control: without"
 
 
 @pytest.mark.parametrize(
@@ -87,18 +78,18 @@ def test_a_layer_with_fused_lora_keeps_what_is_estimated():
      ({"lora_dropout": 0.0, "lora_target_modules": ["q_proj"]}, False)],
 )  # fmt: skip
 def test_whose_mlps_are_fused(options, fused, tmp_path):
-    assert fuses_mlps(PackedSFTConfig(str(tmp_path), use_cpu=True, **options)) == fused
+    assert memory.fuses_mlps(PackedSFTConfig(str(tmp_path), use_cpu=True, **options)) == fused
 
 
 def test_frozen_float32_under_bf16_is_said(monkeypatch):
     monkeypatch.setattr(memory, "_FEW_BYTES", 100)
     args = arguments(bf16=True)
     size = sum(p.numel() * 4 for p in adapted().parameters() if not p.requires_grad)
-    line = frozen_in_float32(adapted(), args)
+    line = memory.frozen_in_float32(adapted(), args)
     assert "dtype='bfloat16' saves the casts" in line and f"{size / GB:.1f} GB that every pass casts" in line
-    assert frozen_in_float32(adapted(torch.bfloat16), args) is None
-    assert frozen_in_float32(tiny.model(layers=1), args) is None, "weights that train are to be float32"
-    assert frozen_in_float32(adapted(), arguments(bf16=False)) is None
+    assert memory.frozen_in_float32(adapted(torch.bfloat16), args) is None
+    assert memory.frozen_in_float32(tiny.model(layers=1), args) is None, "weights that train are to be float32"
+    assert memory.frozen_in_float32(adapted(), arguments(bf16=False)) is None
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -10,6 +10,7 @@ import tiny
 import torch
 from adapter_kinds import KINDS, NEEDS, REASONS, base_model
 from adapter_matrix import measure, measure_kind
+from calls import watched
 from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model, inject_adapter_in_model
 from training import arguments, packed_trainer
 
@@ -18,15 +19,11 @@ from trl_packfa.adapters import refuse_adapter, table
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 
-VELORA = {
-    "velora_config": VeloraConfig(num_groups=4),
-    "target_modules": ["q_proj", "v_proj"],
-    "task_type": "CAUSAL_LM",
-}
+PLAIN = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
 def velora(**fields):
-    return LoraConfig(**{**VELORA, "velora_config": VeloraConfig(num_groups=4, **fields)})
+    return LoraConfig(velora_config=VeloraConfig(num_groups=4, **fields), **PLAIN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,16 +54,13 @@ def test_every_field_that_a_variant_of_lora_has_is_known():
     assert "lora init_lora_weights=mica" in table.results()
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        (velora(), "lora velora_config"),
-        (velora(init_type="batch_average_once"), "lora velora_config.init_type=batch_average_once"),
-        (PrefixTuningConfig(num_virtual_tokens=3), "prefix_tuning"),
-        (peft.LilyConfig(), "lily"),
-        (peft.PolyConfig(), "poly"),
-    ],
-)
+@pytest.mark.parametrize(("config", "kind"), [
+    (velora(), "lora velora_config"),
+    (velora(init_type="batch_average_once"), "lora velora_config.init_type=batch_average_once"),
+    (PrefixTuningConfig(num_virtual_tokens=3), "prefix_tuning"),
+    (peft.LilyConfig(), "lily"),
+    (peft.PolyConfig(), "poly"),
+])  # fmt: skip
 def test_a_refusal_names_kind_reason_and_remedy(config, kind):
     with pytest.raises(UnsupportedModel) as refusal:
         refuse_adapter(config)
@@ -75,10 +69,10 @@ def test_a_refusal_names_kind_reason_and_remedy(config, kind):
     assert message == f"{type(config).__name__} cannot be packed: PEFT's {kind}.\n  - {why}\n{remedy}"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [velora(init_type="random"), LoraConfig(use_dora=True, use_rslora=True, lora_dropout=0.1), None],
-)
+EXACT = LoraConfig(use_dora=True, use_rslora=True, lora_dropout=0.1)
+
+
+@pytest.mark.parametrize("config", [velora(init_type="random"), EXACT, None])
 def test_what_is_exact_is_not_refused(config):
     refuse_adapter(config)
     assert config is None or table.verdict_of(config)[0] == "exact"
@@ -96,7 +90,7 @@ def test_the_trainer_refuses_before_data_is_touched():
 
 
 def test_an_adapter_that_was_added_after_patching_is_refused():
-    model = get_peft_model(tiny.model(layers=1), LoraConfig(**{**VELORA, "velora_config": None}))
+    model = get_peft_model(tiny.model(layers=1), LoraConfig(**PLAIN))
     patch(model)
     model.add_adapter("second", velora())
     with pytest.raises(UnsupportedModel, match=r"velora_config \(adapter 'second'\)"):
@@ -123,10 +117,7 @@ def unknown_to_the_table(monkeypatch, tuner):
 def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
     """With no row, with other code than was measured, with a field that no row knows: exact here, so accepted."""
     config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(tiny.model(layers=1), config)
-    checked = []
-    real = api.check
-    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or real(model))
+    model, checked = get_peft_model(tiny.model(layers=1), config), watched(monkeypatch, api, "check")
     patch(model)
     assert not checked
     api.unpatch(model)
@@ -137,13 +128,12 @@ def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
     else:
         config.megatron_config = {"tensor_model_parallel_size": 1}
     patch(model)
-    assert checked == [model]
+    assert checked == [(model,)]
 
 
 def test_an_unmeasured_kind_that_leaks_is_refused_by_the_check(monkeypatch):
-    model = get_peft_model(
-        tiny.model(layers=1), peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
+    config = peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny.model(layers=1), config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

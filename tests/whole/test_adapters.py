@@ -142,22 +142,16 @@ def weights_read_directly(model_type):
 def test_layers_that_mamba_kernels_read_are_known():
     """`READ_DIRECTLY` against transformers' own code."""
     hybrids = [name for name in registered_patches() if importlib.util.find_spec(f"transformers.models.{name}")]
-    found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers_of(name).lower()}
+    mixers = {name: " ".join(registered_patches()[name].mixers).lower() for name in hybrids}
+    found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers[name]}
     assert {name: set(read) for name, read in READ_DIRECTLY.items()} == {n: read for n, read in found.items() if read}
 
 
-def mixers_of(model_type):
-    return " ".join(registered_patches()[model_type].mixers)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "quantized"),
-    [
-        ("granitemoehybrid", False),
-        ("mamba", True),
-        *exhaustive(("granitemoehybrid", True), ("mamba", False), ("falcon_h1", False), ("falcon_h1", True)),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "quantized"), [
+    ("granitemoehybrid", False),
+    ("mamba", True),
+    *exhaustive(("granitemoehybrid", True), ("mamba", False), ("falcon_h1", False), ("falcon_h1", True)),
+])  # fmt: skip
 def test_all_linear_leaves_out_what_mamba_kernels_read(tmp_path, model_type, quantized):
     """PEFT refuses such a layer on some types, and trains it to no effect on others; the control has it."""
     if quantized:

@@ -12,6 +12,7 @@ from oracle import alone
 from tiny import LENGTHS, documents, split, tokenizer, words
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import assert_trajectory, differs
+from training import trained
 
 import trl_packfa.register  # noqa: F401
 from trl_packfa import PackedLayout
@@ -43,15 +44,13 @@ def test_every_type_is_exact_or_refused_when_it_is_made(model_type):
     if not is_served(eager):
         with pytest.raises((UnsupportedModel, KeyError)) as refusal:
             small_model(model_type, attn_implementation="packfa")
-        assert (
-            isinstance(refusal.value, UnsupportedModel) or model_type in OWN_TABLE or refusal.value.args == ("packfa",)
-        )
+        by_name = model_type in OWN_TABLE or refusal.value.args == ("packfa",)
+        assert isinstance(refusal.value, UnsupportedModel) or by_name
         return
     eager.set_experts_implementation("eager")
     expected = torch.cat(alone(eager, documents())[0])
     model = small_model(model_type, attn_implementation="packfa")
-    ids = torch.cat(documents())[None]
-    served = 0
+    ids, served = torch.cat(documents())[None], 0
     with torch.no_grad():
         for told in (BOTH, POSITIONS, {**POSITIONS, "attention_mask": torch.ones_like(ids)}, OFFSETS):
             try:
@@ -75,8 +74,7 @@ def losses_of(tmp_path, attention, **options):
         learning_rate=1e-3, report_to=[], save_strategy="no", use_cpu=True, bf16=False, seed=0, **options,
     )  # fmt: skip
     model = small_model("gemma2", attn_implementation=attention)
-    trainer = SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer())
-    trainer.train()
+    trainer = trained(SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer()))
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
@@ -85,10 +83,8 @@ def test_trls_packing_has_the_losses_of_eager_attention(tmp_path):
     ours, eager = (losses_of(tmp_path, name, packing=True) for name in ("packfa", "eager"))
     assert len(ours) == 20
     assert_trajectory(ours, eager, allowed=1e-4)
-    wrapped = losses_of(
-        tmp_path / "wrapped", "eager", packing=True, packing_strategy="wrapped"
-    )  # the control: it leaks
-    assert max(abs(a - b) for a, b in zip(wrapped, eager, strict=True)) > 1e-2
+    wrapped = losses_of(tmp_path / "wrapped", "eager", packing=True, packing_strategy="wrapped")
+    assert max(abs(a - b) for a, b in zip(wrapped, eager, strict=True)) > 1e-2, "the control: it leaks"
 
 
 SCRIPT = """

@@ -17,8 +17,7 @@ from selection import exhaustive
 from tiny_models import small_model
 from tolerance import assert_float32, assert_gradients, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from training import arguments, dataset, lora_config, losses, packed_trainer
-from transformers import TrainerCallback
+from training import AfterEachStep, arguments, dataset, lora_config, losses, packed_trainer, trained
 
 from trl_packfa import check, patch, unpatch
 from trl_packfa.attention import varlen
@@ -33,27 +32,15 @@ BATCHES = ((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (1, 1), (60, 5))
 BACKBONE_AND_HEAD = 2
 
 
-class CountGraphs(TrainerCallback):
-    """Graphs that were compiled by the end of each step."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append(compiled_graphs())
-
-
 def train(out, strategy, *, compiled=True, lora=True, model=None, **options):
-    """Graphs by the end of each step, and the losses."""
-    counter = CountGraphs()
+    seen = []
     options |= {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
     args = arguments(out=out, packing_strategy=strategy, max_length=96, max_steps=STEPS, check_packing=False,
                      use_peft=lora, learning_rate=1e-4, **options)  # fmt: skip
     adapters = {} if lora else {"peft_config": None}
-    trainer = packed_trainer(args, model=model or tiny.model(layers=2), train_dataset=dataset(100),
-                             callbacks=[counter], **adapters)  # fmt: skip
-    trainer.train()
-    return counter.seen, losses(trainer)
+    trainer = packed_trainer(args, model=model or tiny.model(layers=2), train_dataset=dataset(100), **adapters)
+    trainer.add_callback(AfterEachStep(lambda: seen.append(compiled_graphs())))
+    return seen, losses(trained(trainer))
 
 
 @pytest.mark.parametrize(("strategy", "lora"), [("step", True), ("bfd", False)], ids=["step-LoRA", "bfd-full"])
@@ -106,8 +93,7 @@ def test_layers_share_graphs_where_attention_leaves_them(tmp_path):
 
 def test_the_whole_model_is_left_uncompiled_and_unpatch_takes_the_layers_back(tmp_path):
     args = arguments(out=tmp_path, torch_compile=True, torch_compile_backend="eager", use_peft=False, max_steps=1)
-    trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
-    trainer.train()
+    trainer = trained(packed_trainer(args, model=tiny.model(layers=2), peft_config=None))
     assert not hasattr(trainer.model_wrapped, "_orig_mod") and runs_compiled(trainer.model)
     with uncompiled(trainer.model):
         assert not runs_compiled(trainer.model)
@@ -131,13 +117,11 @@ def test_a_check_may_run_uncompiled():
 
 
 def same_as_eager(model, batches=BATCHES, *, backend="aot_eager"):
-    """Logits and gradients of every batch, compiled and not."""
     compiled = torch.compile(model, backend=backend)
     for seed, lengths in enumerate(batches):
         batch = tiny.batch(tiny.documents(lengths, seed=seed))
-        (expected, grads), (actual, compiled_grads) = (
-            logits_and_gradients(f, model, batch) for f in (model, compiled)
-        )
+        ways = (model, compiled)
+        (expected, grads), (actual, compiled_grads) = (logits_and_gradients(f, model, batch) for f in ways)
         assert_recomputed(actual, expected)
         assert_gradients(compiled_grads, grads)
 
@@ -173,8 +157,7 @@ def test_so_are_those_of_models_that_leave_the_graph(name, checkpointed):
 def test_dropout_leaves_the_graph():
     model = patch(tiny.model(layers=1, attention_dropout=0.5).train())
     compiled = torch.compile(model, backend="eager")
-    batch = tiny.batch(tiny.documents())
-    drawn = []
+    batch, drawn = tiny.batch(tiny.documents()), []
     for forward, seed in ((model, 0), (compiled, 0), (compiled, 1)):
         torch.manual_seed(seed)
         drawn.append(forward(**batch).logits.detach())

@@ -1,7 +1,5 @@
-"""Every type of transformers with images or sounds: what is committed is what running gives.
-
-`make test-all` measures one type of each kind again, `make test-exhaustive` all.
-"""
+"""Every type of transformers with images or sounds: what is committed is what running gives. `make test-all` measures
+one type of each kind again, `make test-exhaustive` all."""
 
 import composite_matrix as matrix
 import pytest

@@ -25,23 +25,16 @@ RUNS = {
 # Against TRL's own padded run: a loss that is no sum over tokens is another one under another number of processes.
 LIKE_TRL = {
     # Padded micro-batches are spread over both ranks, and their auxiliary loss is most of the gradient.
-    "experts": {
-        "builds": "experts",
-        "lora": False,
-        "router_aux_loss_coef": 10.0,
-        "pad_to_multiple_of": 16,
-        "optim": "sgd",  # others divide by the gradient's size, and rounding with it
-        "learning_rate": 0.05,
-    },
+    # SGD: others divide by the gradient's size, and rounding with it.
+    "experts": {"builds": "experts", "lora": False, "router_aux_loss_coef": 10.0, "pad_to_multiple_of": 16,
+                "optim": "sgd", "learning_rate": 0.05},
     "means by rank": {"average_tokens_across_devices": False},
-}
+}  # fmt: skip
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LONG = {"max_steps": 6}
 ALIKE = chosen(
-    {
-        **{f"DDP {name}": options for name, options in RUNS.items()},
-        **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
-    },
+    {**{f"DDP {name}": options for name, options in RUNS.items()},
+     **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()}},
     "DDP step, LoRA", "DDP minibatch, LoRA", "DDP bfd, full", "DDP patched first", "FSDP2 step, full",
     "FSDP2 stateful mixers",
 )  # fmt: skip
@@ -59,11 +52,9 @@ TWO = {
     "FSDP2 leak": {"leak": 1, **FSDP2},
     "resume": LONG,
     # 13 documents for 2 ranks of 4: the last step has fewer, and accelerate repeats some.
-    **{
-        f"DDP partial {strategy}": {"strategy": strategy, "documents": 13, "max_steps": -1, "num_train_epochs": 1}
-        for strategy in PARTIAL
-    },
-}
+    **{f"DDP partial {strategy}": {"strategy": strategy, "documents": 13, "max_steps": -1, "num_train_epochs": 1}
+       for strategy in PARTIAL},
+}  # fmt: skip
 # A 4-bit model, by how it is wrapped and how its codes are kept: those in bytes stay whole on every rank.
 NF4 = {"DDP": ({}, "uint8"), "FSDP2, whole": (FSDP2, "uint8"), "FSDP2, sharded": (FSDP2, "float32")}
 NF4 = chosen(NF4, "DDP", "FSDP2, sharded")
@@ -82,15 +73,13 @@ def alone(folder, scenarios):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """The same runs in this process."""
     return alone(folder, {**RUNS, "resume": LONG, "NF4": {"nf4": (str(folder / "base"), "uint8")}})
 
 
 @pytest.fixture(scope="module")
 def two(folder, one):
-    nf4 = {
-        f"NF4 {name}": {**engine, "nf4": (str(folder / "base"), storage)} for name, (engine, storage) in NF4.items()
-    }
+    base = str(folder / "base")
+    nf4 = {f"NF4 {name}": {**engine, "nf4": (base, storage)} for name, (engine, storage) in NF4.items()}
     return launch_whole(SCRIPT, folder / "two", {**TWO, **nf4})
 
 

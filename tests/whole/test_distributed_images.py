@@ -26,7 +26,6 @@ REFUSED = {"fsdp": True, "without": [3]}
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """Return the logs of TRL's trainer and of ours, for each run."""
     scenarios = {f"{name}, padded": {**both, "padded": True} for name, (both, _) in RUNS.items()}
     scenarios |= {f"{name}, re-cut": {**both, **ours} for name, (both, ours) in RUNS.items()}
     return launch_whole("image_runs.py", folder, {**scenarios, "refused": REFUSED})

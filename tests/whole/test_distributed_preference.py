@@ -20,12 +20,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """Return the logs of TRL's trainer and of ours, for each run."""
-    scenarios = {
-        f"{name}, {which}": {**options, "packed": which == "packed"}
-        for name, options in RUNS.items()
-        for which in ("padded", "packed")
-    }
+    scenarios = {f"{name}, {which}": {**options, "packed": which == "packed"}
+                 for name, options in RUNS.items() for which in ("padded", "packed")}  # fmt: skip
     return launch_whole("distributed_preference.py", folder, scenarios)
 
 

@@ -67,17 +67,15 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = small_model("qwen3", num_hidden_layers=2, intermediate_size=128)
     for folder in ("merged", "NAME_OR_PATH", "SmolLM2-135M-Instruct"):
-        model.save_pretrained(folder)
-        tiny.tokenizer().save_pretrained(folder)
+        tiny.save(folder, model)
     Path("math").mkdir()
     for split, count in (("train", 40), ("test", 8)):
         Path("math", f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows(count)))
     alpaca = [{"instruction": tiny.words(4, seed=i), "input": "", "output": tiny.words(3, seed=-i)} for i in range(8)]
     Path("alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
     Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row["instruction"]}) for row in alpaca))
-    Path("my_rewards.py").write_text(
-        "def brevity(completions, **others):\n    return [-len(text) for text in completions]\n"
-    )
+    rewards = "def brevity(completions, **others):\n    return [-len(text) for text in completions]\n"
+    Path("my_rewards.py").write_text(rewards)
     return tmp_path
 
 

@@ -1,7 +1,5 @@
-"""Every encoder type by head: what is committed is what running gives.
-
-`make test-all` measures one type of each kind again, `make test-exhaustive` all.
-"""
+"""Every encoder type by head: what is committed is what running gives. `make test-all` measures one type of each kind
+again, `make test-exhaustive` all."""
 
 import encoder_matrix as matrix
 import pytest

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights, differs
-from training import arguments, dataset, lora_config, losses, packed_trainer
+from training import arguments, batches_of, dataset, lora_config, losses, packed_trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 
@@ -24,23 +24,14 @@ RUNS = [(3, 4, "step", None, None), (8, 1, "step", None, 1.0), (4, 3, "step", 64
 MORE = [("mixtral", (1, 2, "step", 16, 1.0)), ("olmoe", (2, 2, "minibatch", 64, 1.0))]
 # Every loss and gradient of a step shows in its weights as it is.
 PLAIN = {
-    "optim": "sgd",
-    "learning_rate": 1e-2,
-    "max_grad_norm": 0,
-    "lr_scheduler_type": "constant",
-    "max_steps": 3,
+    "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0, "lr_scheduler_type": "constant", "max_steps": 3,
     "max_length": 96,
-}
+}  # fmt: skip
 
 
 def trained(cls, args, *, name="mixtral", **changes):
-    trainer = cls(
-        small_model(name, num_hidden_layers=2, **changes),
-        args,
-        train_dataset=dataset(),
-        eval_dataset=dataset(10, seed=5),
-        processing_class=tiny.tokenizer(),
-    )
+    data = {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5), "processing_class": tiny.tokenizer()}
+    trainer = cls(small_model(name, num_hidden_layers=2, **changes), args, **data)
     trainer.train()
     return trainer
 
@@ -119,9 +110,6 @@ def test_lora_trains_experts_as_padded(tmp_path):
     assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
 
 
-# The loss itself ---------------------------------------------------------------------------------------------------
-
-
 def routed(*, layers=3, tokens=40, experts=6, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(tokens, experts, generator=generator).requires_grad_() for _ in range(layers)]
@@ -155,11 +143,8 @@ def test_ranks_that_share_a_group_add_up_to_its_loss():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=24),
-    st.integers(1, 4),
-    st.integers(0, 100),
-)
+@given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=24), st.integers(1, 4),
+       st.integers(0, 100))  # fmt: skip
 def test_documents_of_a_group_run_in_one_round_within_the_budget(sizes, world, more):
     sizes = sizes[: len(sizes) // world * world] or [[1]] * world
     lengths = np.array([n for group in sizes for n in group])
@@ -173,24 +158,16 @@ def test_documents_of_a_group_run_in_one_round_within_the_budget(sizes, world, m
     assert sum(map(len, rounds)) == len(sizes), "no group runs in two rounds"
 
 
-# Rows, other models, refusals ----------------------------------------------------------------------------------------
-
-
 def one_step(tmp_path, name, **options):
     """The auxiliary loss that a packed step logs, and the model's own of its documents as a padded batch."""
     args = arguments(out=tmp_path, use_peft=False, check_packing=False, **{**PLAIN, "max_steps": 1, **options})
     model = small_model(name, num_hidden_layers=2)
     trainer = packed_trainer(args, model=small_model(name, num_hidden_layers=2), peft_config=None)
-    seen, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **more):
-        layout = inputs["packed_layout"]
-        seen.append(layout.split(inputs["input_ids"])[: -1 if layout.padding else None])
-        return compute_loss(model, inputs, **more)
-
-    trainer.compute_loss = watch
+    batches = batches_of(trainer)
     trainer.train()
-    (documents,) = seen
+    (batch,) = batches
+    layout = batch["packed_layout"]
+    documents = layout.split(batch["input_ids"])[: -1 if layout.padding else None]
     ids = torch.nn.utils.rnn.pad_sequence([document.flatten() for document in documents], True, -1)
     with torch.no_grad():
         own = model(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long(), output_router_logits=True)
@@ -229,9 +206,8 @@ def test_packed_and_padded_calls_give_the_models_own_auxiliary_loss(name):
     groups = torch.cat([torch.zeros(47, dtype=torch.long), torch.ones(1, dtype=torch.long)])
     packed = BalancedModel(model, groups, (47,), experts_per_token=count)(**batch)
     torch.testing.assert_close(packed.aux_loss, own)
-    padded = BalancedModel(model, 1 - mask.flatten(), (47,), experts_per_token=count)(
-        input_ids=ids, attention_mask=mask
-    )
+    balanced = BalancedModel(model, 1 - mask.flatten(), (47,), experts_per_token=count)
+    padded = balanced(input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(padded.aux_loss, own)
 
 

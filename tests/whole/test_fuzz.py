@@ -38,10 +38,6 @@ def with_layout(call, *, rows=True):
     return call
 
 
-def lengths_meant(documents):
-    return tuple(end - start for _, start, end, _ in documents)
-
-
 def test_boundaries_are_found_or_refused_by_name():
     found = Counter()
     for number, rng in batches.seeds(4000, seed=1):
@@ -53,7 +49,8 @@ def test_boundaries_are_found_or_refused_by_name():
             actual = UNPACKED if layout is None else layout.lengths
         except PackingError:
             actual = REFUSED
-        assert actual == (lengths_meant(expected) if isinstance(expected, list) else expected), (number, call)
+        meant = tuple(end - start for _, start, end, _ in expected) if isinstance(expected, list) else expected
+        assert actual == meant, (number, call)
         found[expected if isinstance(expected, str) else "packed"] += 1
     assert min(found.values()) > 400 and len(found) == 3, found
 
@@ -77,7 +74,6 @@ class Alone:
 
 
 def outcome(model, call):
-    """Logits, or the name of the error."""
     try:
         with torch.no_grad():
             return model(**call).logits

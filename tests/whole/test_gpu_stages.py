@@ -12,17 +12,9 @@ from selection import exhaustive
 # Their lines are those of `compiled_1b`, `parts` and `tests`.
 ALIKE = ("llama3_8b", "automodel", "paper_x16", "attention", "trainers")
 STEPS = [
-    "tests",
-    "types",
-    "trainers",
-    "parts",
-    "attention",
-    "llama3_8b",
-    "automodel",
-    "paper_x16",
-    "qlora_8b",
+    "tests", "types", "trainers", "parts", "attention", "llama3_8b", "automodel", "paper_x16", "qlora_8b",
     "compiled_1b",
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow

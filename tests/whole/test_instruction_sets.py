@@ -1,8 +1,6 @@
-"""The half-precision tests on CPUs that this one can pretend to be: held to fewer instructions than it has.
-
-What a CPU multiplies itself and what it emulates decides which of our kernels run, and in which dtype. The suite
-around this file runs on all that the machine has.
-"""
+"""The half-precision tests on CPUs that this one can pretend to be: held to fewer instructions than it has. What a CPU
+multiplies itself and what it emulates decides which of our kernels run, and in which dtype. The suite around this file
+runs on all that the machine has."""
 
 import os
 import subprocess
@@ -15,12 +13,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TESTS = {
-    "test_half_attention.py": "",
-    "test_half_kernels.py": "default_run",
-    "test_half_lora.py": "",
-    "test_half_runs.py": "every_pair and lora",
-    "test_check.py": "bf16 and (llama or qwen or granite)",
-}
+    "test_half_attention.py": "", "test_half_kernels.py": "default_run", "test_half_lora.py": "",
+    "test_half_runs.py": "every_pair and lora", "test_check.py": "bf16 and (llama or qwen or granite)",
+}  # fmt: skip
 SAYS = """
 import torch
 half = torch.ones(64, 64, dtype=torch.bfloat16)
@@ -77,8 +72,7 @@ def test_half_precision_on_less_of_a_cpu(name, tmp_path):
 
 def run(arguments, env):
     """What a process of this Python prints, which must end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, **pipes)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout

@@ -1,8 +1,6 @@
-"""The matrix of architectures: made by running them, resumable, and what is committed is what running gives.
-
-`make test-all` measures one type of each kind again, `make test-exhaustive` all. `test_architectures.py` runs every
-type that a patch serves against its documents alone.
-"""
+"""The matrix of architectures: made by running them, resumable, and what is committed is what running gives. `make
+test-all` measures one type of each kind again, `make test-exhaustive` all. `test_architectures.py` runs every type
+that a patch serves against its documents alone."""
 
 import json
 

@@ -34,41 +34,26 @@ def cpmant():
     return CpmAntForCausalLM(CpmAntConfig(vocab_size=tiny.VOCAB, **sizes))
 
 
+QUESTIONS = Dataset.from_list([{"question": tiny.words(n, seed=n)} for n in range(2, 26)])
+AS_IT_IS = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 # id -> what the trainer is given, and what the one line says.
 CASES = {
     "prompt tuning": (lambda: {"peft_config": PromptTuningConfig(**VIRTUAL)}, "PromptTuningConfig cannot be packed"),
     "prefix tuning": (lambda: {"peft_config": PrefixTuningConfig(**VIRTUAL)}, "PrefixTuningConfig cannot be packed"),
     "p-tuning": (lambda: {"peft_config": PromptEncoderConfig(**VIRTUAL)}, "PromptEncoderConfig cannot be packed"),
-    "a PeftModel": (
-        lambda: {"model": get_peft_model(tiny.model(layers=2), PromptTuningConfig(**VIRTUAL))},
-        "PromptTuningConfig cannot be packed",
-    ),
-    "a padding collator": (
-        lambda: {"data_collator": DataCollatorForLanguageModeling(0), "train_dataset": TOKENIZED},
-        "DataCollatorForLanguageModeling does not carry document boundaries",
-    ),
-    "a collator of raw rows": (
-        lambda: {
-            "data_collator": words_collator,
-            "train_dataset": Dataset.from_list([{"question": tiny.words(n, seed=n)} for n in range(2, 26)]),
-            "args": {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False},
-        },
-        "function does not carry document boundaries",
-    ),
-    "a transform": (
-        lambda: {
-            "train_dataset": TOKENIZED.with_transform(lambda rows: rows),
-            "args": {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False},
-        },
-        "transformed on the fly",
-    ),
+    "a PeftModel": (lambda: {"model": get_peft_model(tiny.model(layers=2), PromptTuningConfig(**VIRTUAL))},
+                    "PromptTuningConfig cannot be packed"),
+    "a padding collator": (lambda: {"data_collator": DataCollatorForLanguageModeling(0), "train_dataset": TOKENIZED},
+                           "DataCollatorForLanguageModeling does not carry document boundaries"),
+    "a collator of raw rows": (lambda: {"data_collator": words_collator, "train_dataset": QUESTIONS, "args": AS_IT_IS},
+                               "function does not carry document boundaries"),
+    "a transform": (lambda: {"train_dataset": TOKENIZED.with_transform(lambda rows: rows), "args": AS_IT_IS},
+                    "transformed on the fly"),
     "cut at the start": (lambda: {"args": {"truncation_mode": "keep_end", "max_length": 20}}, "keep_end"),
     "dispatched batches": (lambda: {"args": {"accelerator_config": {"dispatch_batches": True}}}, "dispatch_batches"),
-    "a type that cannot be packed": (
-        lambda: {"model": cpmant(), "train_dataset": TOKENIZED, "args": {"bf16": False}},
-        "no patch for model type 'cpmant'",
-    ),
+    "a type that cannot be packed": (lambda: {"model": cpmant(), "train_dataset": TOKENIZED, "args": {"bf16": False}},
+                                     "no patch for model type 'cpmant'"),
 }  # fmt: skip
 
 
@@ -150,11 +135,8 @@ def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkey
 @pytest.mark.parametrize("config", [SFTConfig, TrainingArguments])
 def test_what_can_be_packed_still_is(tmp_path, config, caplog):
     trainer, _ = trained(PackedSFTTrainer, tmp_path, dict, config=config)
-    assert (
-        trainer.args.strategy.recuts_steps
-        and trainer.exactness.is_exact
-        and "Training as SFTTrainer" not in caplog.text
-    )
+    assert trainer.args.strategy.recuts_steps and trainer.exactness.is_exact
+    assert "Training as SFTTrainer" not in caplog.text
 
 
 def test_a_stream_whose_documents_nothing_bounds_is_packed_by_micro_batch(tmp_path, caplog):
@@ -172,6 +154,6 @@ def test_what_trl_cannot_train_is_refused_with_our_words(tmp_path):
     ]:
         with pytest.raises(PackingError, match=message):
             trained(PackedSFTTrainer, tmp_path, lambda given=given: given)
+    untrained = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
     with pytest.raises(InvalidDataset, match="no document has a token to train on"):
-        trained(PackedSFTTrainer, tmp_path, lambda: {
-            "train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])})  # fmt: skip
+        trained(PackedSFTTrainer, tmp_path, lambda: {"train_dataset": untrained})

@@ -64,6 +64,12 @@ def leak(share, source):
     return by_document(change)
 
 
+def leak_if(wanted):
+    """A share of the first document's mean in layouts that are one of the wanted."""
+    leaks = leak(0.01, lambda i, documents: 0 if i else None)
+    return lambda flat, layout: leaks(flat, layout) if wanted(layout) else flat
+
+
 def of_equal_length(i, documents):
     return next((j for j in range(i) if len(documents[j]) == len(documents[i])), None)
 
@@ -138,10 +144,8 @@ FAULTS = {
     "rows of one document": if_layout(lambda layout: layout.rows > 1 and layout.num_documents == layout.rows),
     "more than three rows": if_layout(lambda layout: layout.rows > 3),
     "from position 700": from_position,
-    "a leak of two documents": lambda flat, layout: (leak(0.01, lambda i, documents: 0 if i else None)(flat, layout)
-                                                     if layout.num_documents == 2 else flat),
-    "a leak of more than three rows": lambda flat, layout: (leak(0.01, lambda i, documents: 0 if i else None)(
-        flat, layout) if layout.rows > 3 else flat),
+    "a leak of two documents": leak_if(lambda layout: layout.num_documents == 2),
+    "a leak of more than three rows": leak_if(lambda layout: layout.rows > 3),
     "a backward of rows over 600 tokens": backward_if(lambda layout: layout.row_length > 600),
     "a backward of two documents": backward_if(lambda layout: layout.num_documents == 2),
     "a backward of equal lengths": backward_if(lambda layout: len(set(layout.lengths)) == 1),
@@ -214,15 +218,12 @@ def test_large_weights_in_half_precision_are_no_false_alarm(std, seed, dtype):
     assert report.is_exact, str(report)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dtype"),
-    [
-        *((name, "bfloat16") for name in ("mixtral", "deepseek_v3", "gpt_oss")),
-        *((name, "autocast") for name in ("qwen3_next", "deepseek_v32")),
-        *exhaustive(*((name, "autocast") for name in ("mixtral", "deepseek_v3", "gpt_oss"))),
-        *exhaustive(("qwen3_next", "bfloat16"), ("deepseek_v32", "bfloat16")),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "dtype"), [
+    *((name, "bfloat16") for name in ("mixtral", "deepseek_v3", "gpt_oss")),
+    *((name, "autocast") for name in ("qwen3_next", "deepseek_v32")),
+    *exhaustive(*((name, "autocast") for name in ("mixtral", "deepseek_v3", "gpt_oss"))),
+    *exhaustive(("qwen3_next", "bfloat16"), ("deepseek_v32", "bfloat16")),
+])  # fmt: skip
 def test_tokens_that_rounding_sends_elsewhere_are_no_false_alarm(model_type, dtype):
     """Another expert, another key chosen by an indexer: discontinuous where rounding is not."""
     model, context = with_dtype(patch(small_model(model_type)), dtype)
@@ -283,18 +284,13 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     def interrupted(model):
         raise interruption
 
-    model = unknown_model()
     monkeypatch.setattr(api, "check", interrupted)
-    for _ in range(2):
-        with pytest.raises(interruption):
-            patch(model)
-        assert find_state(model) is None
     monkeypatch.setattr(api, "fingerprint", lambda model: "another code")
-    known = tiny.model(layers=1)
-    for _ in range(2):
-        with pytest.raises(interruption):
-            patch(known)
-        assert find_state(known) is None
+    for model in (unknown_model(), tiny.model(layers=1)):
+        for _ in range(2):
+            with pytest.raises(interruption):
+                patch(model)
+            assert find_state(model) is None
 
 
 def test_logits_that_are_not_finite_are_said_to_be():

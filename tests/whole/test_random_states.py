@@ -5,36 +5,27 @@ import random
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
 from tiny_models import small_model
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, dataset, losses, packed_trainer, padded_trainer, trained
 from transformers import TrainerCallback, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from trl_packfa import check, patch, unpatch
+from trl_packfa import PackedSFTConfig, check, patch, unpatch
 
 OPTIONS = {
-    "max_steps": 8,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_length": 96,
-    "logging_steps": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 4,
-}
+    "max_steps": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 96,
+    "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4,
+}  # fmt: skip
 
 
 def states():
-    """Of torch's, numpy's and Python's generators."""
     name, keys, *place = np.random.get_state()
     return torch.get_rng_state().tolist(), (name, keys.tolist(), *place), random.getstate()
 
 
 class Recorder(TrainerCallback):
-    """The generators' states wherever the Trainer calls back."""
-
     def __init__(self):
         self.seen = []
 
@@ -69,41 +60,25 @@ def recorded(make):
     return recorder.seen, trainer
 
 
-def trl(tmp_path, **options):
-    return SFTTrainer(
-        tiny.model(layers=2),
-        arguments(SFTConfig, tmp_path, **{**OPTIONS, **options}),
-        train_dataset=dataset(20),
-        eval_dataset=dataset(8, seed=5),
-        processing_class=tiny.tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-
-
-def packed(tmp_path, **options):
-    return packed_trainer(
-        arguments(out=tmp_path, **{**OPTIONS, **options}),
-        train_dataset=dataset(20),
-        eval_dataset=dataset(8, seed=5),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+def packed(tmp_path, *, make=packed_trainer, config=PackedSFTConfig, **options):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    args, data = arguments(config, tmp_path, **{**OPTIONS, **options}), dataset(20)
+    return make(args, train_dataset=data, eval_dataset=dataset(8, seed=5), peft_config=lora)
 
 
 @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_every_generator_stands_where_trls_run_leaves_it(tmp_path, strategy, sampling):
-    theirs, padded = recorded(lambda: trl(tmp_path / "trl", train_sampling_strategy=sampling))
-    ours, trainer = recorded(
-        lambda: packed(tmp_path / "ours", train_sampling_strategy=sampling, packing_strategy=strategy)
-    )
+    options, trl = {"train_sampling_strategy": sampling}, {"make": padded_trainer, "config": SFTConfig}
+    theirs, padded = recorded(lambda: packed(tmp_path / "trl", **trl, **options))
+    ours, trainer = recorded(lambda: packed(tmp_path / "ours", packing_strategy=strategy, **options))
     assert trainer.exactness.is_exact and "mfu" in trainer.state.log_history[0], "everything of ours ran"
     assert [place for place, _ in ours] == [place for place, _ in theirs]
     moved = [place for (place, ours_), (_, theirs_) in zip(ours, theirs, strict=True) if ours_ != theirs_]
     assert not moved, f"not where TRL's are from {moved[0]!r} on"
     # The second and third epoch too hold the padded run's examples.
-    assert [h["num_tokens"] for h in trainer.state.log_history if "num_tokens" in h] == [
-        h["num_tokens"] for h in padded.state.log_history if "num_tokens" in h
-    ]
+    tokens = [[h["num_tokens"] for h in t.state.log_history if "num_tokens" in h] for t in (trainer, padded)]
+    assert tokens[0] == tokens[1]
 
 
 def test_negative_control_a_draw_shows(tmp_path):
@@ -150,10 +125,8 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path, strategy, bf16):
         lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
         return packed_trainer(args, peft_config=lora)
 
-    whole = trainer_of(6)
-    whole.train()
-    resumed = trainer_of(6)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole = trained(trainer_of(6))
+    resumed = trained(trainer_of(6), resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
     ours, expected = ({n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (resumed, whole))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)

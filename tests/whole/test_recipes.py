@@ -89,7 +89,6 @@ def save_data(name, folder):
 
 
 def adapted(model):
-    """Names of the modules that have a trained adapter."""
     return {name.split(".lora_B")[0] for name, p in model.named_parameters() if "lora_B" in name and p.abs().sum() > 0}
 
 
@@ -101,14 +100,17 @@ def save_images(model_folder, data_folder):
     vision.messages(16).to_parquet(data_folder / "train.parquet")
 
 
+def two_steps(recipe, model, data, out):
+    argv = f"train --config {recipe} --model_name_or_path {model} --dataset_name {data} --output_dir {out}"
+    return f"{argv} --max_steps 2 --use_cpu true --report_to none --disable_tqdm true --logging_steps 1".split()
+
+
 @pytest.mark.parametrize("recipe", ON_IMAGES, ids=lambda path: path.stem)
 def test_every_recipe_on_images_trains_two_steps(recipe, tmp_path):
     """On a small LLaVA: the processors of these models need packages that are not here."""
     save_images(tmp_path / "model", tmp_path / "data")
     out = tmp_path / "out"
-    assert main(["train", "--config", str(recipe), "--model_name_or_path", str(tmp_path / "model"), "--dataset_name",
-                 str(tmp_path / "data"), "--output_dir", str(out), "--max_steps", "2", "--use_cpu", "true",
-                 "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "1"]) == 0  # fmt: skip
+    assert main(two_steps(recipe, tmp_path / "model", tmp_path / "data", out)) == 0
     logs = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert len([entry for entry in logs if entry.get("padding_saved", 0) > 0]) == 2
     assert "adapter_model.safetensors" in os.listdir(out)
@@ -125,10 +127,8 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     data = save_data(config["dataset_name"], tmp_path / "data")
     out = str(tmp_path / "out")
     # TRL knows the templates of the real tokenizers; the small one's has its own markers.
-    assert main(["train", "--config", str(recipe), "--model_name_or_path", model, "--dataset_name", data,
-                 "--output_dir", out, "--max_steps", "2", "--use_cpu", "true", "--bf16", "false",
-                 "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "1",
-                 "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]) == 0  # fmt: skip
+    more = "--bf16 false --per_device_train_batch_size 4 --gradient_accumulation_steps 2".split()
+    assert main([*two_steps(recipe, model, data, out), *more]) == 0
     (trainer,) = trainers
     of_pairs = "trainer" in config
     assert trainer.trl_packfa_padding_free.first_calls if of_pairs else trainer.exactness.is_exact
@@ -168,9 +168,6 @@ def test_composite_recipe_adapts_the_text_model_only(tmp_path):
     assert AutoConfig.for_model("gemma3").get_text_config().model_type == "gemma3_text"
 
 
-# Launch files -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
 def test_launch_files_go_through_accelerates_own_parser(path, monkeypatch):
     from accelerate.commands import launch
@@ -205,9 +202,6 @@ def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):
         load_config_from_file(str(wrong))
 
 
-# Scripts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
     """As written, but for the Hub names and the time that it takes."""
@@ -221,15 +215,11 @@ def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
     assert [path for path in tmp_path.glob("*-packed/*.safetensors")]
 
 
-# The notebook -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [None, "data"], ids=["its own problems", "a dataset"])
 def test_the_notebook_runs_from_its_first_cell_to_its_last(source, tmp_path, monkeypatch, capsys):
     """As written, but for the cell of names and sizes."""
     monkeypatch.chdir(tmp_path)
-    tiny.model(layers=2).save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows(40)))
     save_images(tmp_path / "image_model", tmp_path / "images")
@@ -251,9 +241,8 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(source, tmp_path, mon
             names.update(small)
     told = capsys.readouterr().out
     assert "exact: isolation 0.0e+00" in told and "[[" in told and ("image_tokens" in told) == bool(source)
-    assert {"adapter_model.safetensors", "exactness_report.json"} <= {
-        p.name for p in Path("packed-notebook").iterdir()
-    }
+    saved = {path.name for path in Path("packed-notebook").iterdir()}
+    assert {"adapter_model.safetensors", "exactness_report.json"} <= saved
 
 
 def test_the_table_on_real_weights_takes_names_or_paths(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from selection import exhaustive
-from training import arguments, dataset, losses, packed_trainer, rows
+from training import arguments, dataset, logs_of, losses, packed_trainer, rows, trained
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidConfig
@@ -51,14 +51,12 @@ def finish(out, strategy, result, **options):
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(out) is not None)
         weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
         torch.save(weights, result.with_suffix(".pt"))
-        result.write_text(json.dumps([entry for entry in trainer.state.log_history if "loss" in entry]))
+        result.write_text(json.dumps(logs_of(trainer)))
 
     return in_child(work)
 
 
 def killed(out, strategy, step, phase, **options):
-    """Train until SIGKILL at this step."""
-
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -133,12 +131,10 @@ def test_resumed_elsewhere_too(tmp_path, strategy, options):
 
 
 def test_a_checkpoint_without_its_report_is_passed_over(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, "step")
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, "step"))
     newest = tmp_path / f"checkpoint-{STEPS}"
     (newest / "packing_report.json").unlink()
-    again = trainer_of(tmp_path, "step")
-    again.train(resume_from_checkpoint=True)
+    again = trained(trainer_of(tmp_path, "step"), resume_from_checkpoint=True)
     assert f"{newest} is incomplete" in caplog.text
     assert losses(again)[-1] == losses(trainer)[-1]
 

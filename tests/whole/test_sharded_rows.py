@@ -4,18 +4,15 @@ import distributed_run
 import pytest
 from launches import launch_whole
 from selection import IN_FULL, LAUNCHES, chosen
-from test_distributed import FSDP2, SCRIPT, merged
+from test_distributed import COMPILED, FSDP2, SCRIPT, alone, merged
 from tolerance import assert_trajectory, assert_weights
 
 pytestmark = list(LAUNCHES)
 
 # In full this is what the page about long rows tells of: 20 steps, and every model on four processes.
 LONG = {"lora": False, "max_steps": 20 if IN_FULL else 6}
-RUNS = {
-    f"{kind} {strategy}": {"builds": kind, "strategy": strategy, **LONG}
-    for kind in distributed_run.SHARED
-    for strategy in ("step", "bfd")
-}
+RUNS = {f"{kind} {strategy}": {"builds": kind, "strategy": strategy, **LONG}
+        for kind in distributed_run.SHARED for strategy in ("step", "bfd")}  # fmt: skip
 RUNS = chosen(RUNS, "llama step", "qwen3 bfd", "gemma2 step", "gpt_oss bfd")
 ON_FOUR = RUNS if IN_FULL else ["llama step", "gpt_oss bfd"]
 BY_STEPS, BY_ROWS = ({name: RUNS[name] for name in ON_FOUR if name.endswith(kind)} for kind in ("step", "bfd"))
@@ -24,16 +21,12 @@ MORE = {
     "LoRA": {"builds": "llama"},
     "checkpointing": {"builds": "llama", "gradient_checkpointing": True},
     # Not with LoRA, of which DDP takes no reentrant checkpoints, shared rows or not.
-    "reentrant": {
-        "builds": "llama",
-        "lora": False,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
+    "reentrant": {"builds": "llama", "lora": False, "gradient_checkpointing": True,
+                  "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "by example": {"builds": "llama", "strategy": "minibatch", "loss_weighting": "example", "loss_by": "source"},
     "means": {"builds": "llama", "average_tokens_across_devices": False},
-    "compiled": {"builds": "llama", "torch_compile": True, "torch_compile_backend": "eager"},
-}
+    "compiled": {"builds": "llama", **COMPILED},
+}  # fmt: skip
 MORE = chosen(MORE, "reentrant", "by example", "means", "compiled")
 FULL = {"lora": False}
 RESUMED = {**FULL, "max_steps": 6}
@@ -49,9 +42,7 @@ def shared(scenarios, processes=2):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """The same runs in this process."""
-    scenarios = {**RUNS, **MORE, "full": FULL, "resume": RESUMED}
-    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+    return alone(folder, {**RUNS, **MORE, "full": FULL, "resume": RESUMED})
 
 
 def start(processes, folder, scenarios):

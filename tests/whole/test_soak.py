@@ -17,9 +17,7 @@ MEMORY_GROWTH = 0.02 if STEPS >= 20_000 else 0.04
 def soak(*options):
     """The figures of one run in a process of its own, and the lines that it wrote."""
     command = [sys.executable, str(Path(__file__).parents[1] / "shared" / "soak.py"), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]), len(lines) + len(done.stderr.splitlines())
 

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from training import arguments, losses, packed_trainer
+from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.packing import BFD, MINIBATCH, WRAPPED, pack_buffer
@@ -35,7 +35,6 @@ def stream(shards=1, count=COUNT, *, rank=0, window=STREAM_WINDOW, **options):
 
 
 def seen(batches):
-    """How often each document began."""
     return Counter(d["input_ids"][0] for batch in batches for d in batch if d["input_ids"][0] < 1000)
 
 
@@ -62,10 +61,8 @@ def test_loader_workers_do_not_move_each_others_epoch():
     """Each read by chance began its shards anew when another worker was a pass ahead: now every read is the same."""
 
     def read():
-        loader = DataLoader(
-            stream(4, rank=1, world_size=3, **WAYS["wrapped"]), batch_size=None, num_workers=2, collate_fn=list
-        )
-        return list(islice(loader, 80))
+        one = stream(4, rank=1, world_size=3, **WAYS["wrapped"])
+        return list(islice(DataLoader(one, batch_size=None, num_workers=2, collate_fn=list), 80))
 
     first = read()
     assert all(read() == first for _ in range(4))
@@ -121,19 +118,16 @@ def test_carrying_over_fills_rows():
     """Against the same buffers, each packed to its end."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(10, 60, 4000)
-    alone = carried = 0
-    waiting: list[tuple[int, int]] = []
-    rows = {"alone": 0, "carried": 0}
+    options = {"capacity": 100, "rows_per_batch": 1, "world_size": 1, "quadratic": 0, "rng": rng}
+    alone, carried, waiting, rows = 0, 0, [], {"alone": 0, "carried": 0}
     for start in range(0, 4000, 100):
         window = lengths[start : start + 100]
-        packed = pack_buffer(window, np.zeros(100), capacity=100, rows_per_batch=1, world_size=1, quadratic=0, rng=rng)
-        alone, rows["alone"] = (
-            alone + int(window.sum()),
-            rows["alone"] + len(packed.rounds) + -(-len(packed.carried) // 2),
-        )
+        packed = pack_buffer(window, np.zeros(100), **options)
+        alone += int(window.sum())
+        rows["alone"] += len(packed.rounds) + -(-len(packed.carried) // 2)
         buffer = waiting + [(int(n), 0) for n in window]
         sizes, waited = (np.array(column) for column in zip(*buffer, strict=True))
-        packed = pack_buffer(sizes, waited, capacity=100, rows_per_batch=1, world_size=1, quadratic=0, rng=rng)
+        packed = pack_buffer(sizes, waited, **options)
         waiting = [(int(sizes[i]), int(waited[i]) + 1) for i in packed.carried]
         rows["carried"] += len(packed.rounds)
         carried += sum(int(sizes[row].sum()) for round_ in packed.rounds for row in round_)
@@ -146,13 +140,9 @@ def test_rounds_are_level_over_the_ranks():
     lengths = np.random.default_rng(1).integers(1, 41, 1000)
     ranks = [stream(count=1000, **ROWS, window=500, rank=r, world_size=4, quadratic=1.0) for r in range(4)]
     assert lengths.max() == 40
-    costs = np.array([[_cost(batch) for batch in islice(rank, 60)] for rank in ranks])
+    costs = np.array([[sum(len(d["input_ids"]) ** 2 for d in batch) for batch in islice(rank, 60)] for rank in ranks])
     shuffled = np.random.default_rng(0).permutation(costs.ravel()).reshape(4, -1)
     assert (costs.max(0) / costs.mean(0)).mean() < 0.5 + 0.5 * (shuffled.max(0) / shuffled.mean(0)).mean()
-
-
-def _cost(batch):
-    return sum(len(d["input_ids"]) ** 2 for d in batch)
 
 
 def test_a_shuffled_stream_is_read_again():
@@ -183,10 +173,8 @@ def test_training_goes_on_in_a_later_pass(tmp_path, strategy, shuffled):
                          save_strategy="steps", save_steps=4, check_packing=False)  # fmt: skip
         return packed_trainer(args, train_dataset=source.shuffle(seed=0, buffer_size=3) if shuffled else source)
 
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    resumed = trainer(tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    whole = trained(trainer(tmp_path / "whole"))
+    resumed = trained(trainer(tmp_path / "resumed"), resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 6
     assert (tmp_path / "whole" / "checkpoint-4" / "packing_stream_0.json").exists() != shuffled
 

@@ -1,8 +1,6 @@
-"""TRL's own SFT behaviour is the yardstick: what its trainer does, ours does under a swap of the class name.
-
-Each behaviour that TRL's test suite asserts of `SFTTrainer`, on small local models, with `use_peft=False`. What
-differs is in README's table of differences.
-"""
+"""TRL's own SFT behaviour is the yardstick: what its trainer does, ours does under a swap of the class name. Each
+behaviour that TRL's test suite asserts of `SFTTrainer`, on small local models, with `use_peft=False`. What differs is
+in README's table of differences."""
 
 import json
 
@@ -99,9 +97,8 @@ def test_labels_of_the_user_are_kept(tmp_path):
 
 
 def test_a_prepared_dataset_is_left_alone(tmp_path):
-    prepared = Dataset.from_list(
-        [{"input_ids": list(range(5, 7 + n)), "labels": list(range(5, 7 + n))} for n in range(24)]
-    )
+    documents = [list(range(5, 7 + n)) for n in range(24)]
+    prepared = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in documents])
     trainers = train_both(tmp_path, prepared, args={"dataset_kwargs": {"skip_prepare_dataset": True}})
     assert_trajectory(*map(losses, trainers))
     masks = Dataset.from_list(masked("assistant_masks"))

@@ -9,13 +9,11 @@ from snippets import shorten_training
 from swap import SWAP, both, build, moved, snapshot, tokenizer, train_both
 from tiny_models import small_model
 from tolerance import assert_trajectory
-from training import FORMATS, dataset, losses, rows
+from training import FORMATS, dataset, losses, trained
 from transformers import TrainerCallback
 
 from trl_packfa import PackedSFTTrainer
 from trl_packfa.errors import PackingError
-
-# Models, adapters ---------------------------------------------------------------------------------------------------
 
 
 def test_model_init_kwargs_choose_the_dtype(tmp_path):
@@ -71,16 +69,12 @@ def test_experts_take_the_architectures_auxiliary_loss(tmp_path):
             build(cls, tmp_path, args={"router_aux_loss_coef": 0.5})
 
 
-# Templates, special tokens ------------------------------------------------------------------------------------------
-
-
 def test_a_chat_template_from_a_file_is_used_and_saved(tmp_path):
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}")
     args = {"chat_template_path": str(template), "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     for number, cls in enumerate(SWAP):
-        trainer = build(cls, tmp_path / str(number), Dataset.from_list(FORMATS["messages"]), args=args)
-        trainer.train()
+        trained(build(cls, tmp_path / str(number), Dataset.from_list(FORMATS["messages"]), args=args))
         saved = tmp_path / str(number) / "checkpoint-2" / "chat_template.jinja"
         assert saved.read_text() == template.read_text()
 
@@ -107,9 +101,6 @@ def test_special_tokens_are_the_ones_named(tmp_path):
                 build(cls, tmp_path, args={name: "<nowhere>"})
 
 
-# Losses, metrics, evaluation ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "args",
     [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}, {"max_grad_norm": 0.1}, {"warmup_steps": 2}],
@@ -122,8 +113,7 @@ def test_training_arguments_mean_the_same(tmp_path, args):
 
 def test_noisy_embeddings_train(tmp_path):
     """Noise is drawn per position and scaled by the length, which packing changes: no equal losses."""
-    trainer = build(PackedSFTTrainer, tmp_path, args={"neftune_noise_alpha": 5.0})
-    trainer.train()
+    trainer = trained(build(PackedSFTTrainer, tmp_path, args={"neftune_noise_alpha": 5.0}))
     assert len(losses(trainer)) == 3
 
 
@@ -158,8 +148,7 @@ def test_evaluation_during_training_and_the_best_model(tmp_path):
             "metric_for_best_model": "eval_mean_token_accuracy", "load_best_model_at_end": True}  # fmt: skip
     evaluated = []
     for number, cls in enumerate(SWAP):
-        trainer = build(cls, tmp_path / str(number), args=args, eval_dataset=dataset(6, seed=5))
-        trainer.train()
+        trainer = trained(build(cls, tmp_path / str(number), args=args, eval_dataset=dataset(6, seed=5)))
         assert trainer.state.best_model_checkpoint
         evaluated.append([entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry])
     assert len(evaluated[0]) == 3
@@ -186,8 +175,7 @@ def test_callbacks_and_optimizers_are_the_users(tmp_path):
     for cls in SWAP:
         model, counter = tiny.model(layers=2), Counter()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        trainer = build(cls, tmp_path, model=model, callbacks=[counter], optimizers=(optimizer, None))
-        trainer.train()
+        trainer = trained(build(cls, tmp_path, model=model, callbacks=[counter], optimizers=(optimizer, None)))
         assert counter.steps == 3 and trainer.optimizer.optimizer is optimizer
 
 
@@ -197,13 +185,11 @@ def test_trls_packing_strategies_train_under_their_names(tmp_path, strategy):
     data = Dataset.from_list(FORMATS["text"])
     for trainer in train_both(tmp_path, data, args=args, eval_dataset=dataset(6, seed=5)):
         assert len(losses(trainer)) == 3
-    ours = build(
-        PackedSFTTrainer, tmp_path, data, args={**args, "eval_packing": False}, eval_dataset=dataset(6, seed=5)
-    )
+    args["eval_packing"] = False
+    ours = build(PackedSFTTrainer, tmp_path, data, args=args, eval_dataset=dataset(6, seed=5))
     assert ours.evaluate()["eval_loss"] > 0
 
 
 def test_every_refusal_of_ours_is_a_value_error():
     """Scripts that guard TRL's configuration errors guard ours."""
     assert issubclass(PackingError, ValueError)
-    assert rows(1)

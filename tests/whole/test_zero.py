@@ -9,10 +9,7 @@ from selection import IN_FULL, LAUNCHES, chosen
 from test_distributed import LONG, SCRIPT, alone, assert_refused_by_all, assert_same
 from tolerance import assert_trajectory
 
-pytestmark = [
-    *LAUNCHES,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
+pytestmark = [*LAUNCHES, pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")]
 
 CHECKPOINTED = {"gradient_checkpointing": True}
 RUNS = {
@@ -33,15 +30,13 @@ STAGES = {
 STAGES = chosen(STAGES, "minibatch, full, ZeRO-2")
 # Rows that the two processes share. They also resume from a run whose processes have rows of their own.
 LLAMA, LLAMA_LORA = {"builds": "llama", "lora": False, **LONG}, {"builds": "llama"}
-SHARED = chosen(
-    {
-        "shared, ZeRO-2": {**LLAMA, "zero": 2},
-        "shared, ZeRO-3": {**LLAMA, "zero": 3},
-        "shared, ZeRO-3, checkpointed": {**LLAMA, "zero": 3, **CHECKPOINTED},
-        "shared, ZeRO-3, LoRA": {**LLAMA_LORA, "zero": 3},
-    },
-    "shared, ZeRO-3",
-)
+SHARED = {
+    "shared, ZeRO-2": {**LLAMA, "zero": 2},
+    "shared, ZeRO-3": {**LLAMA, "zero": 3},
+    "shared, ZeRO-3, checkpointed": {**LLAMA, "zero": 3, **CHECKPOINTED},
+    "shared, ZeRO-3, LoRA": {**LLAMA_LORA, "zero": 3},
+}
+SHARED = chosen(SHARED, "shared, ZeRO-3")
 FAULTS = {f"shared, {fault}": {**LLAMA, "zero": 3, "fault": fault} for fault in ("layout", "gradients")}
 FAULTS = chosen(FAULTS, "shared, gradients")
 
@@ -53,7 +48,6 @@ def same_run(name):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """The same runs in this process."""
     expected = {same_run(name) for name in (*ZERO3, *STAGES)}
     runs = {name: options for name, options in RUNS.items() if name in expected}
     runs |= {"llama": LLAMA, **({"llama, LoRA": LLAMA_LORA} if IN_FULL else {})}
