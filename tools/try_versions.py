@@ -64,9 +64,11 @@ def install(name: str, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     # Do not compile at install: most modules are never imported.
     pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*pip, *torch], check=True)
+    # A constraint of this machine's pip must not change the set.
+    environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+    subprocess.run([*pip, *torch], check=True, env=environment)
     # One command with the project, so that pip checks these versions against the project's own requirements.
-    subprocess.run([*pip, "-e", str(ROOT), *torch, *rest, *_TESTS], check=True, cwd=ROOT)
+    subprocess.run([*pip, "-e", str(ROOT), *torch, *rest, *_TESTS], check=True, cwd=ROOT, env=environment)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 

@@ -27,7 +27,7 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "torch": Tested("2.7.0", "2.14.1"),  # PEFT 0.19 uses a dtype that torch 2.6 does not have
+    "torch": Tested("2.7.0", "2.15.0"),  # PEFT 0.19 uses a dtype that torch 2.6 does not have
     "transformers": Tested("5.16.0", "5.24.0"),
     "trl": Tested("1.16.0", "1.16.0"),
     "peft": Tested("0.19.0", "0.21.2"),
@@ -49,7 +49,7 @@ def installed_version(package: str) -> str | None:
 def newer_than_tested() -> list[str]:
     """List the installed packages that are newer than the newest tested version, each with both versions.
 
-    A patch release of a tested release (2.14.2 after 2.14.1) is not newer.
+    A patch release of a tested release (2.15.1 after 2.15.0) is not newer.
     """
     from packaging.version import Version  # here: tools/try_versions.py reads this file with a bare Python
 

@@ -67,8 +67,8 @@ def test_models_are_patched_and_checked_without_trl():
 
 @pytest.mark.parametrize(("found", "expected"), [
     ({"transformers": "5.25.0"}, ["transformers 5.25.0 (tested up to 5.24.0)"]),
-    ({"torch": "2.15.0+cpu", "trl": "2.0.0.dev0"}, ["torch 2.15.0+cpu (", "trl 2.0.0.dev0 ("]),
-    ({"transformers": "5.24.9", "torch": "2.14.7", "trl": None}, []),
+    ({"torch": "2.16.0+cpu", "trl": "2.0.0.dev0"}, ["torch 2.16.0+cpu (", "trl 2.0.0.dev0 ("]),
+    ({"transformers": "5.24.9", "torch": "2.15.7", "trl": None}, []),
 ])  # fmt: skip
 def test_newer_releases_are_told_of_once_a_process(monkeypatch, caplog, found, expected):
     tested = {package: "5.24.0" if package == "transformers" else t.newest for package, t in versions.TESTED.items()}

@@ -173,7 +173,8 @@ def _first(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def install(monkeypatch) -> None:
+@contextmanager
+def installed(monkeypatch):
     """Make torch and Triton see the device until the monkeypatch is undone."""
     import torch._dynamo.device_interface as interfaces
     import torch._functorch.config
@@ -207,16 +208,16 @@ def install(monkeypatch) -> None:
         monkeypatch.setattr(module, name, nothing, raising=False)
     # The tensors that Dynamo sees are on a CPU, where flex_attention has no backward.
     monkeypatch.setattr(flex_attention, "_validate_device", nothing, raising=False)
-    settings = {"compile_threads": 1, "fx_graph_cache": False, "max_autotune": False, "shape_padding": False}
-    for name, value in settings.items():
-        monkeypatch.setattr(config, name, value)
-    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # keeps no machine code to look at
-        if hasattr(config, name):
-            monkeypatch.setattr(config, name, False)
-    monkeypatch.setattr(config.triton, "cudagraphs", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     monkeypatch.setattr(driver, "_active", None, raising=False)
     driver.set_active(_Driver())
+    settings = {"compile_threads": 1, "fx_graph_cache": False, "max_autotune": False, "shape_padding": False}
+    settings["triton.cudagraphs"] = False
+    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # keeps no machine code to look at
+        if hasattr(config, name):
+            settings[name] = False
+    # By torch's own means: pytest would delete the settings where it puts them back.
+    with config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Padded batches of encoders: the stack of layers runs without pads, or the model in groups of rows of similar length.
 
-Embeddings and pooling are made for padded batches (`docs/encoders.md`), so they see the padded batch.
+Embeddings and pooling are made for padded batches (`docs/images_and_encoders.md`), so they see the padded batch.
 
 Shape letters: B rows, L row length, T true tokens, G rows of a group, M their longest length, D model dim.
 """
