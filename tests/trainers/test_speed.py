@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from operations import OperationCounter
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from training import SAVING, arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
@@ -45,6 +46,17 @@ def test_a_head_that_is_no_linear_layer_counts_as_one():
     as_linear, head.weight = ModelFlops.of(model), model.lm_head.weight
     model.lm_head = head
     assert ModelFlops.of(model) == as_linear and as_linear.head > 0
+
+
+def test_what_is_trained_in_full_beside_an_adapter_counts_once():
+    """PEFT's `modules_to_save` keeps the original module beside the trained copy."""
+    adapters = (
+        LoraConfig(target_modules=["q_proj"], modules_to_save=saved) for saved in (None, ["lm_head", "o_proj"])
+    )
+    plain, beside = (ModelFlops.of(get_peft_model(tiny.model(layers=1), adapter)) for adapter in adapters)
+    weights = tiny.model(layers=1).model.layers[0].self_attn.o_proj.weight.numel()
+    assert beside.body == plain.body + 2 * weights  # their own gradient
+    assert beside.head == plain.head * 6 / 4
 
 
 EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]

@@ -48,15 +48,17 @@ class ModelFlops:
         heads, head_dim = attention_heads(text)
         linear = {
             m: _flops_per_weight(m.weight) * m.in_features * m.out_features
-            for m in model.modules()
-            if isinstance(m, nn.Linear)
+            for name, m in model.named_modules()
+            # PEFT keeps the original of a module in `modules_to_save`, and never calls it.
+            if isinstance(m, nn.Linear) and "original_module" not in name.split(".")
         }
-        # The head is counted separately, because it scores trained positions only.
-        of_head = linear.pop(head, None)
+        of_head = linear.get(head)
         if of_head is None:  # no `nn.Linear`: one product with its matrix
             weight = getattr(head, "weight", None)
             of_head = _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
-        body = sum(linear.values())
+        # The head is counted separately, because it scores trained positions only.
+        in_head = () if head is None else set(head.modules())
+        body = sum(flops for m, flops in linear.items() if m not in in_head)
         # Experts are stacked in one parameter. Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
         experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
         stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
