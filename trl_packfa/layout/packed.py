@@ -232,6 +232,11 @@ class PackedLayout:
         return len(self.lengths if self.documents is None else self.documents)
 
     @property
+    def true_lengths(self) -> tuple[int, ...]:
+        """Lengths of the documents, without padding."""
+        return self.lengths[:-1] if self.padding else self.lengths
+
+    @property
     def row_length(self) -> int:
         """Row length L in tokens."""
         return self.num_tokens // self.rows

@@ -37,8 +37,7 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
-        # If there is padding, it is the layout's last document. It is not counted.
-        lengths = layout.lengths[:-1] if layout.padding else layout.lengths
+        lengths = layout.true_lengths
         metrics["documents"].append(len(lengths))
         metrics["longest_document"].append(max(lengths, default=0))
         if capacity:

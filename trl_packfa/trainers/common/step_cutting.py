@@ -307,7 +307,7 @@ class Origins:
         if layout is None:  # a user's collator may send a single document without boundaries
             sizes: tuple[int, ...] = (inputs["input_ids"].numel(),)
         else:
-            sizes = layout.lengths[:-1] if layout.padding else layout.lengths
+            sizes = layout.true_lengths
         return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
 
     def spread(self, values: Sequence[float], ids: torch.Tensor, *, padding: float) -> torch.Tensor:

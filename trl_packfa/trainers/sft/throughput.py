@@ -77,7 +77,7 @@ class SpeedMeter:
         layout, labels = inputs.get("packed_layout"), inputs["labels"]
         if layout is not None:
             # Use the lengths on the host, because reading a tensor would wait for the device.
-            lengths = layout.lengths[:-1] if layout.padding else layout.lengths
+            lengths = layout.true_lengths
             tokens: Any = sum(lengths)
             squares: Any = sum(length * length for length in lengths)
             self._squares_of_trees += squares if layout.prefix_tree is None else layout.prefix_tree.squares
