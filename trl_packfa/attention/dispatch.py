@@ -34,7 +34,7 @@ def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBacken
     raise NoBackend(
         f"no attention backend can run this model (asked for: {backend}): {request.describe()}",
         why=why,
-        do="Change the settings in these reasons, or pass attention_backend='auto'.",
+        do="Change the settings in these reasons, or pass backend='auto' (trainers: attention_backend='auto').",
     )
 
 

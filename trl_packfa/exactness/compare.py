@@ -80,9 +80,9 @@ def worst(
 
 
 def relative_gradients(names: Iterable[str], found: Sequence[float], norms: Sequence[float]) -> dict[str, float]:
-    """Divide `found`, the norms of the parameters' gradient differences, by the gradients' own `norms`."""
+    """Divide `found`, the norms of the parameters' gradient differences, by the gradients' own `norms`; by `names`."""
     total = sum(norm**2 for norm in norms) ** 0.5
-    if not math.isfinite(total):  # no difference has a meaning
+    if not math.isfinite(total):  # after an overflow no difference has a meaning
         return dict.fromkeys(names, math.inf)
     # A hundredth of the root mean square of all norms. The gradient of a bias in front of a softmax, for example, is
     # only rounding, and would be off by 100 %.
@@ -98,7 +98,8 @@ def worst_gradient(
 ) -> Finding:
     """Return the worst gradient, by its relative difference in `found` and that from rounding in `noise`.
 
-    Keys are names of parameters with so many `dimensions`, or documents, for the gradients of their embeddings.
+    Keys are names of parameters, and `dimensions` are those of each. Without `dimensions`, keys are documents, for the
+    gradients of their embeddings.
     """
     usual, findings = median(noise.values()) if noise else 0.0, []
     for key, difference in found.items():

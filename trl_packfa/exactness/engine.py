@@ -108,6 +108,7 @@ def compare(
         comparison = _judged(subject, expected, norms, found, noise)
     overflows = comparison.gradients is not None and not math.isfinite(comparison.gradients.difference)
     if subject.anywhere(overflows) and subject.scale_down():
+        del expected, copied, comparison  # this try's traces and gradients, before the next one takes memory
         return compare(subject, reference, candidates, rounding=rounding, others=others, names=names)
     return comparison
 
@@ -134,21 +135,21 @@ def layer_differences(run: Run, expected: Run, *, typical: bool) -> Differences:
     The last two stand behind all layers.
     """
     layers: Differences = {}
-    ends: Differences = {}
+    states: Differences = {}
+    logits: Differences = {}
     for i, own in run.items():
-        if (other := expected.get(i)) is None:
-            continue
+        other = expected[i]
         for key, value in own.trace.items():
             same = key in other.trace and other.trace[key].shape == value.shape
             if same and key.kind != "routed" and value.is_floating_point():
                 layers[key, i] = relative_difference(value, other.trace[key], typical=typical)
         if own.states is not None and other.states is not None:
-            ends[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
+            states[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
         if own.logits is not None and other.logits is not None:
             # The softmax of a single logit has no mean to ignore.
             relative = relative_logits if own.logits.shape[-1] > 1 else relative_difference
-            ends[_LOGITS, i] = relative(own.logits, other.logits, typical=typical)
-    return layers | ends
+            logits[_LOGITS, i] = relative(own.logits, other.logits, typical=typical)
+    return layers | states | logits
 
 
 def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:

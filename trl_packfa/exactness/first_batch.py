@@ -241,7 +241,9 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
     loss = float(found.loss)
     differences = {
         "the gradient of the hidden states": relative_difference(*at_samples),
-        "the gradient of its weights": max(map(_off, by_head[1:], expected[1:]), default=0.0),
+        "the gradient of its weights": max(
+            (_off(*pair) for pair in zip(by_head[1:], expected[1:], strict=True)), default=0.0
+        ),
         "the log-probability": _off(scored[samples], log_probs[samples]),
         "the loss": nan_as_inf(abs(loss + float(scored[trained].mean())) / max(abs(loss), 1.0)),
     }

@@ -164,7 +164,7 @@ class _Regrouping:
                 if key.kind == "left" and key in after and value.shape == after[key].shape:
                     usual = float(value.float().square().mean().sqrt()) or 1.0
                     moved = max(moved, largest([after[key]], [value]) / usual)
-        found = layer_differences(run, before, typical=self.subject.chooses)
+        found = layer_differences({i: run[i] for i in before}, before, typical=self.subject.chooses)
         beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run)))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 

@@ -160,7 +160,7 @@ class Probe:
 
     @torch.no_grad()
     def loss_difference(self) -> float:
-        """Return the difference of the mean loss under the collator's labels from that under the own next tokens."""
+        """Return the difference between the mean losses under the collator's labels and under each own next token."""
         batch = self.collator(_examples(self.tokens))
         # The places leave out a collator's padding. After a document's last token comes the first label of the next
         # document, which is -100.

@@ -1,4 +1,7 @@
-"""Compare a row that several processes share with the same row on one process: log-probabilities and gradients."""
+"""Compare a row that several processes share with the same row on one process: log-probabilities and gradients.
+
+The other parts of the check run documents on one process. This one measures the exchange between processes.
+"""
 
 from __future__ import annotations
 

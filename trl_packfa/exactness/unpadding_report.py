@@ -59,7 +59,10 @@ class ComparisonReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingReport(ComparisonReport):
-    """Result of comparing rows that compute a common prefix once with the same rows run separately."""
+    """Result of comparing rows that compute a common prefix once with the same rows run separately.
+
+    The control lets a branch see the one before it.
+    """
 
     def __str__(self) -> str:
         return (

@@ -27,9 +27,10 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return `position_ids`, of four multimodal axes the text's, as int64 of shape `(B, L)` on the host.
+    """Return `position_ids` as int64 of shape `(B, L)` on the host.
 
-    Three axes do not count tokens, so the result is `None`. Raise [`InvalidLayout`] if they are not positions of a
+    Of four multimodal axes (text, time, height, width) the text's is returned. Three axes do not count tokens, so the
+    result is `None`. Raise [`InvalidLayout`] if they are not positions of a
     batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:

@@ -340,7 +340,7 @@ class PackedLayout:
         return (*own, *self.full_sequences.graph_tensors, *indices)
 
     def position_ids(self) -> torch.Tensor:
-        """Return each token's position in its document, int64, shape `(B, L)`."""
+        """Return each token's position in its document, int64, shape `(B, L)`. Positions continue after a prefix."""
         if (gather := self.sequence_gather) is not None:
             return self.full_sequences.position_ids()[:, gather.first_index]
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]

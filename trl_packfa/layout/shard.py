@@ -23,7 +23,10 @@ class RowShard:
 
     @classmethod
     def of(cls, group: distributed.ProcessGroup | distributed.DeviceMesh) -> RowShard:
-        """Make this process's shard of a group or mesh of one dimension. Raise [`InvalidConfig`] if it is in none."""
+        """Make this process's shard of a group or mesh of one dimension.
+
+        Raise [`InvalidConfig`] if this process is not in the group.
+        """
         group = group.get_group() if isinstance(group, distributed.DeviceMesh) else group
         rank = distributed.get_rank(group)
         if rank < 0:

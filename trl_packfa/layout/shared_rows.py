@@ -74,7 +74,7 @@ def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | No
 
 
 def tell_shared(input_ids: torch.Tensor, rows: PaddedRows) -> None:
-    """Attach to these ids which rows their collator has found to share a prefix; none without [`SharedRows`]."""
+    """Attach to these ids which rows their collator has found to share a prefix: none but [`SharedRows`] do."""
     shared = rows if isinstance(rows, SharedRows) else None
     remember(input_ids, _KNOWN, ((rows.starts, rows.lengths), shared))
 

@@ -67,7 +67,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
             f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
             "rebatch).",
             why=["such a model's backbone runs document by document, with the model's own attention"],
-            do="Pass attention_backend='auto', and choose the model's attn_implementation.",
+            do="Pass backend='auto' (trainers: attention_backend='auto'), and choose the model's attn_implementation.",
         )
     state = PatchState(
         patch,

@@ -1,6 +1,7 @@
 """Padded batches of encoders: the stack of layers runs without pads, or the model in groups of rows of similar length.
 
-Embeddings and pooling are made for padded batches (`docs/images_and_encoders.md`), so they see the padded batch.
+Embeddings and pooling are made for padded batches, so they see the padded batch: BERT's pooler reads the first column
+of each row, RoBERTa's positions count from its padding index.
 
 Shape letters: B rows, L row length, T true tokens, G rows of a group, M their longest length, D model dim.
 """

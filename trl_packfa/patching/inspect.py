@@ -36,15 +36,15 @@ class ModelParts(NamedTuple):
     padded_only: bool  # whether the model gets no packed rows: an encoder, a classifier, or no LM head
 
 
-def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
-    """Return the modules of a model that a patch works on.
+def find_parts(model: nn.Module, patch: Patch, *, by_name: bool = False) -> ModelParts:
+    """Return the modules of a model that a patch works on. `by_name`: only the attention's name changes, no masks.
 
     Raise [`UnsupportedModel`] if modules that the patch names are not there, attend in both directions, or get a
     window through their mask alone.
     """
     inner, backbone = inner_model(model), find_backbone(model, patch)
     takes_images = backbone is text_decoder(model)
-    attention = _find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
+    attention = _find_attention(backbone, patch, by_mask=not by_name and (takes_images or patch.encoder))
     return ModelParts(
         backbone,
         attention,

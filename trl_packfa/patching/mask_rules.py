@@ -70,7 +70,7 @@ def _over_each(rule: Rule, *indices: torch.Tensor) -> torch.Tensor:
 
 
 def _sees_next(rule: Rule, shape: tuple[int, int], device: Any, *, back: bool = False) -> torch.Tensor:
-    """Return for each token and the one after it whether the first sees the second, or `back`; bool, `(B, L - 1)`."""
+    """Return whether each token sees the next one, or with `back` the one before it; bool, `(B, L - 1)`."""
     rows = torch.arange(shape[0], device=device)[:, None]
     second = torch.arange(1, shape[1], device=device)[None]
     first = second - 1

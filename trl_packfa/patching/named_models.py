@@ -157,7 +157,7 @@ def named_state(model: nn.Module) -> PatchState:
     patch = find_patch_for_type(name)
     asked = Patch(model_types=(name,), window=patch and patch.window)
     try:
-        parts = find_parts(model, asked)
+        parts = find_parts(model, asked, by_name=True)
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",

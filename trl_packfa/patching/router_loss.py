@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,10 +68,11 @@ class BalancedModel:
     model: Any
     groups: torch.Tensor
     tokens: Sequence[int] | torch.Tensor
+    _: KW_ONLY
     experts_per_token: int
     share: float = 1.0
     reduce: Callable[[torch.Tensor], Any] | None = None
-    layers: int = 0  # how many layers of the last call had routers
+    layers: int = field(default=0, init=False)  # how many layers of the last call had routers
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model's forward and set its `aux_loss`."""

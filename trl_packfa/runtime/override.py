@@ -8,14 +8,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-
-# The value of an attribute that an object has from its class only.
-_ABSENT = object()
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -70,18 +67,19 @@ class NamedOverride(Override):
 @contextmanager
 def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes, given as (object, name, value), inside a `with` block; then objects are as they were."""
-    changes = list(changes)
-    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
+    with ExitStack() as undo:
+        for owner, name, value in changes:
+            before, is_own = getattr(owner, name, None), name in vars(owner)
+            setattr(owner, name, value)
+            undo.callback(_put_back, owner, name, before, is_own)
         yield
-    finally:
-        for owner, name, value in before:
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+
+
+def _put_back(owner: Any, name: str, value: Any, is_own: bool) -> None:
+    if name in vars(owner) and not is_own:
+        delattr(owner, name)  # the class's value is in use again
+    else:  # the object's own, or that of a property or of a module's parameters
+        setattr(owner, name, value)
 
 
 def set_inside(owner: Any, **values: Any) -> AbstractContextManager[None]:
