@@ -107,6 +107,24 @@ def test_padding_free_with_a_length_that_trl_does_not_enforce_is_refused_as_by_t
     assert trainer.args.strategy.recuts_steps
 
 
+def test_a_late_refusal_keeps_what_a_subclass_and_a_loss_module_hold(tmp_path, monkeypatch, caplog):
+    class Loss(torch.nn.Module):
+        def forward(self, outputs, labels, num_items_in_batch=None):
+            return outputs.logits.float().sum() * 0.0
+
+    class Own(PackedSFTTrainer):
+        def __init__(self, *args, **options):
+            self.weight = 2.0
+            super().__init__(*args, **options)
+
+    def refuse(model, **_):
+        raise UnsupportedModel("this model is refused.")
+
+    monkeypatch.setattr(trl_packfa.trainers.sft.trainer, "patch", refuse)
+    trainer, _ = trained(Own, tmp_path, lambda: {"compute_loss_func": Loss()})
+    assert trainer.weight == 2.0 and "this model is refused. Training as SFTTrainer would" in caplog.text
+
+
 @pytest.mark.parametrize("error", [UnsupportedModel, ContaminationError])
 @pytest.mark.parametrize("adapter", [None, lora_config], ids=["full", "lora"])
 def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkeypatch, caplog, adapter, error):

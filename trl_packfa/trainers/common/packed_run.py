@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedModel
 
 from ...api import unpatch
 from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
@@ -95,14 +96,16 @@ class PackedRun(Base):
         """
         trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
         if refusal is None:
+            given = dict(vars(self))  # what a subclass has set before
             try:
                 return pack()
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if is_asked:
                     raise
                 refusal = late
-                for held in vars(self).values():
-                    if isinstance(held, nn.Module):
+                for name, held in vars(self).items():
+                    parts = held.modules() if name not in given and isinstance(held, nn.Module) else ()
+                    if any(isinstance(part, PreTrainedModel) for part in parts):
                         unpatch(held)
                 built = vars(self).get("model")
                 if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
@@ -110,6 +113,7 @@ class PackedRun(Base):
                 for parameter, trains in trained:
                     parameter.requires_grad_(trains)
                 vars(self).clear()
+                vars(self).update(given)
         why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
         padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
         logger.warning(

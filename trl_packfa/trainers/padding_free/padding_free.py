@@ -119,6 +119,8 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, value in {POLICY: trainer.model, **vars(trainer)}.items():
+        if name in ("model_wrapped", "deepspeed"):  # the policy again, wrapped
+            continue
         listed = isinstance(value, (list, tuple))
         for i, module in enumerate(value if listed else [value]):
             parts = module.modules() if isinstance(module, nn.Module) else ()
