@@ -65,12 +65,14 @@ def load_dataset_dict(
 def missing_path(name: str) -> list[str]:
     """Say that no file or folder has this name, and name a similar one; return `[]` if it may be on the Hub."""
     path = Path(name).expanduser()
+    if path.exists():
+        return []
     is_file = path.suffix in (*_BUILDERS, ".gz")
     near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.glob("*")), n=1)
     meant = f"; did you mean {path.parent / near[0]}?" if near else ""
     # The Hub's names are NAME and OWNER/NAME.
     only_a_path = is_file or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if path.exists() or not (only_a_path or near):
+    if not (only_a_path or near):
         return []
     return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
 

@@ -33,7 +33,7 @@ from ..common.validation import (
     runs_by_document,
 )
 from ..padding_free.padding_free import attached_run, run_without_pads
-from .cutting import MISMATCHED, ImagePairCutter, PairCutter, cut_answers, plan_pairs
+from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
@@ -157,7 +157,8 @@ class PackedPreference(RecutSteps):
         tell_counts(report, dataset_name)
         if len(kept) < len(tokenized):
             tokenized = tokenized.select(kept)
-            if MISMATCHED in tokenized.column_names:  # TRL mismatches the answers anew, among those that are kept
+            # TRL mismatches the answers anew, among those that are kept. Only its KTO trainer has the attribute.
+            if getattr(self, "calculate_KL", False):
                 made = [column for column in tokenized.column_names if column.endswith("_ids")]
                 tokenized = by_trl(tokenized.remove_columns(made), processing_class, uncut, dataset_name)
         if report.truncated:
