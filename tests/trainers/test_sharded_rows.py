@@ -44,8 +44,6 @@ REFUSED = {
     "unequal groups": (3, {}, {}, "sequence_parallel=2 does not divide the number of processes, 3"),
     "a loss function": (2, {}, {"compute_loss_func": lambda *args, **kwargs: None},
                         r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"),
-    "images": (1, {}, {"train_dataset": vision.prompts()},
-               r"sequence_parallel=2, but the dataset has images in its column 'image'"),
     **{size: (2, {"parallelism_config": ParallelismConfig(**{size: 2})}, {},
               rf"{size}=2 cannot be packed(.|\n)*sequence_parallel=N") for size in ("cp_size", "sp_size")},
 }  # fmt: skip
@@ -58,6 +56,12 @@ def test_rows_that_cannot_be_shared_are_refused(tmp_path, processes, case):
     args = arguments(out=tmp_path, sequence_parallel=2, **asked)
     with pytest.raises(InvalidConfig, match=message):
         packed_trainer(args, **given)
+
+
+def test_rows_with_images_are_refused(tmp_path, processes):
+    processes(1)
+    with pytest.raises(InvalidConfig, match="sequence_parallel=2, but the dataset has images in its column 'image'"):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), train_dataset=vision.prompts())
 
 
 def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):

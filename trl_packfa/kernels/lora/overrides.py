@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_call
@@ -27,6 +27,13 @@ from .products import ProjectTogether, gated_mlp
 from .projections import Projection, compute_dtype, factors_of, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
+# Hooks that torch calls for every module. torch 2.7 has no function that tells whether there are any.
+_HOOKS_OF_EVERY_MODULE = (
+    torch_modules._global_forward_hooks,
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_backward_hooks,
+    torch_modules._global_backward_pre_hooks,
+)
 
 
 class AdaptedLinearOverride(ActivatedLoraOverride):
@@ -128,7 +135,7 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """Return the projections of a packed call's layers if all can be fused and one has an adapter, else `None`."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
-    if current_call().layout is None or _has_any_global_hook():
+    if current_call().layout is None or any(_HOOKS_OF_EVERY_MODULE):
         return None
     found: list[Projection] = []
     for module in modules:
