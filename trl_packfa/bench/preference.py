@@ -56,7 +56,7 @@ PREFERENCES = {
 
 def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
     """Return the tokens of every trained row, int64."""
-    return lengths_of_pairs(dataset, PREFERENCES[trainer].packed._rows).T.ravel()
+    return lengths_of_pairs(dataset, PREFERENCES[trainer].packed._rows)[0].T.ravel()
 
 
 def pairs_of(dataset: Dataset) -> Dataset:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ class PairCutter(Cutter):
         args = trainer.args
         self.rows, self.accelerator = rows, trainer.accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
-        lengths = row_lengths(trainer.train_dataset, rows)
+        lengths, _ = row_lengths(trainer.train_dataset, rows)
         self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         _require_budget(self.asked, self.tokens)
@@ -179,9 +180,12 @@ class ImagePairCutter(OwnCutter):
 Rows = tuple[tuple[str, ...], ...]
 
 
-def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
-    """Count the tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
-    return np.stack([sum(read_lengths(dataset, column) for column in row) for row in rows], axis=1)
+def row_lengths(dataset: Dataset, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Count the tokens of every row of a tokenized dataset's pairs, and of its prompt; both int64 `(P, R)`."""
+    # Each column is read once: the rows of a pair share their prompt.
+    columns = {column: read_lengths(dataset, column) for column in dict.fromkeys(chain.from_iterable(rows))}
+    lengths = np.stack([sum(columns[column] for column in row) for row in rows], axis=1)
+    return lengths, lengths - np.stack([columns[row[-1]] for row in rows], axis=1)
 
 
 @dataclass(frozen=True)
@@ -208,8 +212,7 @@ def plan_pairs(
     Raises:
         [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.
     """
-    lengths = row_lengths(dataset, rows)
-    prompt = lengths - row_lengths(dataset, tuple(row[-1:] for row in rows))
+    lengths, prompt = row_lengths(dataset, rows)
     limit = int(lengths.max(initial=1)) if max_length is None else max_length
     too_long = lengths > limit
     if policy == "error" and too_long.any():
