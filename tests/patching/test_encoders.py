@@ -16,6 +16,7 @@ from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
+from trl_packfa.runtime.override import override_in
 
 LENGTHS = (9, 3, 14, 1)
 # Pooling of a first column, positions from the padding index, one layer run several times, windows on both sides, and
@@ -111,6 +112,18 @@ def test_bfloat16_is_no_further_from_the_truth_than_padded(model_type):
     half = model.bfloat16()
     padded = run(half, batch())[0]
     assert_low_precision(run(patch(half, unpad=True), batch())[0], padded, exact, factor=3.0)
+
+
+def test_an_output_that_groups_cannot_join_is_refused(monkeypatch):
+    class Output(dict):
+        """A dict that torch's tree functions do not open."""
+
+    model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
+    override = override_in(model)
+    forward = override.call_original
+    monkeypatch.setattr(override, "call_original", lambda **call: Output(forward(**call)))
+    with pytest.raises(PackingError, match=r"output has a Output(.|\n)*only tensors of several calls can be joined"):
+        model(**batch())
 
 
 def test_under_torch_compile():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers.cache_utils import Cache
 
 from ..errors import PackingError
 from ..layout import PackedLayout
@@ -170,9 +171,15 @@ def _cut(value: Any, index: torch.Tensor, longest: int, rows: PaddedRows) -> Any
 
 
 def _merged(order: torch.Tensor, widths: Sequence[int], rows: PaddedRows, *outputs: Any) -> torch.Tensor | None:
-    """Return an output of all groups as that of the padded batch; `None` if it is no tensor."""
-    if not isinstance(outputs[0], torch.Tensor):
+    """Return an output of all groups as that of the padded batch; `None` for a cache, which training does not read."""
+    if outputs[0] is None or isinstance(outputs[0], Cache):
         return None
+    if not isinstance(outputs[0], torch.Tensor):
+        raise PackingError(
+            f"the model's output has a {type(outputs[0]).__name__}, and padded rows cannot return it without pads.",
+            why=["rows of similar length run together, and only tensors of several calls can be joined"],
+            do="Patch the model with unpad=False.",
+        )
     parts, after = list(outputs), (0, 0) * (outputs[0].dim() - 2)
     if all(part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)):
         parts = [nn.functional.pad(part, (*after, 0, rows.shape[1] - part.shape[1])) for part in parts]
