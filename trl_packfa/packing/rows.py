@@ -7,7 +7,7 @@ all ranks have the same number of batches. Each epoch mixes documents of equal l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class PackedBatchSampler:
     """
 
     lengths: np.ndarray  # tokens of each document, all between 1 and `capacity`
+    _: KW_ONLY
     capacity: int  # tokens of a row, TRL's `max_length`
     rows_per_batch: int  # rows of a micro-batch, `per_device_train_batch_size`
     seed: int
