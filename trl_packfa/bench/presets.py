@@ -73,7 +73,10 @@ def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | N
 
 
 def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
-    """Run [`save_preset`] in a process of its own, so that this one uses no GPU memory; raise its last error line."""
+    """Run [`save_preset`] in a process of its own, so that this one uses no GPU memory.
+
+    Raise an error with the last line that the process printed, if it failed.
+    """
     what = json.dumps({"name": name, "folder": str(folder), **options})
     command = [sys.executable, "-m", "trl_packfa.bench.presets", what]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

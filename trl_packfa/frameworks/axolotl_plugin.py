@@ -60,7 +60,7 @@ class PackfaPlugin:
             )
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Switch the loaded model, with its adapter, to `packfa`, and prove it, see [`run_proven`]."""
+        """Switch the loaded model, with its adapter, to `packfa`, and prove that packing is exact ([`run_proven`])."""
         run_proven(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:

@@ -64,7 +64,7 @@ def _row(samples: list[dict[str, Any]], cutoff: int) -> dict[str, Any]:
 
 
 def apply(model: Any, include_kernels: Any = None) -> Any:
-    """Switch the loaded model to `packfa`, prove it, see [`run_proven`], and return the same model."""
+    """Switch the loaded model to `packfa`, prove that packing is exact ([`run_proven`]), and return the same model."""
     run_proven(model)
     return model
 

@@ -45,8 +45,8 @@ def compare(
 ) -> dict[str, Outcome]:
     """Return the outcome of every strategy by name, the padded run first.
 
-    Strategies that images or arguments (a document is longer than `max_tokens_per_microbatch`) rule out are left out;
-    if the arguments chose one, raise [`InvalidConfig`]. Raise [`InvalidDataset`] if documents are too long under
+    Strategies that images rule out, or a document longer than `max_tokens_per_microbatch`, are left out. If the
+    arguments chose one of them, raise [`InvalidConfig`]. Raise [`InvalidDataset`] if documents are too long under
     `overflow="error"`, or nothing can be trained.
     """
     outcomes: dict[str, Outcome] = {}

@@ -158,7 +158,7 @@ def _tokenizing(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tok
 
 
 class _Tokenized(Exception):
-    """Exception that stops TRL's constructor when the dataset is prepared; it holds it and the template's remarks."""
+    """Exception that stops TRL's constructor once the dataset is prepared; holds the dataset and the remarks on it."""
 
     def __init__(self, dataset: Dataset, remarks: Sequence[str] = ()) -> None:
         super().__init__()

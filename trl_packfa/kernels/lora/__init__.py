@@ -1,4 +1,4 @@
-"""Fused LoRA layers, which compute the low-rank update together with the base product. Parameters stay in PEFT's."""
+"""Fused LoRA layers, which compute the low-rank update with the base product. PEFT's layers keep the parameters."""
 
 from .activated import activated_overrides as activated_overrides
 from .activated import invocations_of as invocations_of

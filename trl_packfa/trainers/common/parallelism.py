@@ -1,4 +1,7 @@
-"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together."""
+"""Ways of parallel training: refusals, groups of ranks that share rows, and decisions of all ranks together.
+
+Weights may be sharded over ranks. A packed row is whole on one rank, or shared by a group of ranks.
+"""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ class Cutter:
 class StepCutter(Cutter):
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
-    The examples of all ranks are gathered. `cut` is how it may cut, and `why` the reason of a restriction; see
-    [`how_to_cut`].
+    The examples of all ranks are gathered, because a step's tokens are dealt to all of them. The default of the token
+    budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch, which fitted in its memory.
+    `cut` is how it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
@@ -289,7 +290,10 @@ ORIGINS = "trl_packfa_origins"
 
 @dataclass(frozen=True)
 class Origins:
-    """The padded micro-batches of a packed micro-batch's examples."""
+    """The padded micro-batches of a packed micro-batch's examples.
+
+    Losses that are means over a padded micro-batch (experts' auxiliary loss, pairs) need them to stay the same.
+    """
 
     sizes: tuple[int, ...]  # tokens of each example, in the order of the rows; tokens after them are padding
     groups: tuple[int, ...]  # the number of each example's padded micro-batch, below G
