@@ -87,7 +87,7 @@ def logits_and_gradients(model, *, forward=None, context=nullcontext):
     model, if it is not called itself."""
     model.zero_grad()
     with context():
-        logits = (forward or model)(**batch(documents())).logits
+        logits = (model if forward is None else forward)(**batch(documents())).logits
     logits.sin().sum().backward()
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
