@@ -122,7 +122,7 @@ def test_an_output_that_groups_cannot_join_is_refused(monkeypatch):
     override = override_in(model)
     forward = override.call_original
     monkeypatch.setattr(override, "call_original", lambda **call: Output(forward(**call)))
-    with pytest.raises(PackingError, match=r"returns a value of type Output(.|\n)*only tensors of several calls can be joined"):
+    with pytest.raises(PackingError, match=r"a value of type Output(.|\n)*only tensors of several calls"):
         model(**batch())
 
 
