@@ -9,6 +9,7 @@ import pytest
 import torch
 from pretended import on_any_device, pretend
 from tolerance import assert_low_precision
+from torch._dynamo.exc import TorchRuntimeError
 
 from trl_packfa import PackedLayout, attention
 from trl_packfa.attention import AttentionArguments, AttentionRequest, flash, get_backend, resolve, varlen
@@ -44,8 +45,9 @@ def test_flex_runs_the_kernel_that_trains_whatever_the_rows_length(monkeypatch):
     assert calls == [(1, 4, 73, 16)]
 
 
-def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
+def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch, request):
     """G2. As a tensor that a graph is handed, it could not be lowered where there are no gradients."""
+    request.addfinalizer(flex_module._compiled.cache_clear)  # other tests must not find this test's compiler
     handed = []
 
     def compiler(graph, example_inputs):
@@ -64,9 +66,11 @@ def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
         q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
         for cap in (30.0, 50.0):  # another model of the same process
             score, mask = flex_module._capped(cap), flex_module._block_mask(layout.attention, None)
-            with torch.no_grad():
-                flex_module._compiled()(q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, scale=0.25)
-    flex_module._compiled.cache_clear()
+            try:
+                with torch.no_grad():
+                    flex_module._compiled()(q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, scale=0.25)
+            except TorchRuntimeError:  # torch 2.15 cannot trace a softcap that is a tensor
+                handed.append(True)
     assert handed[:2] == [False, False] and any(handed[2:]), "the second half is the control"
 
 

@@ -48,7 +48,8 @@ class _Kernel(NamedTuple):
 
     def name_of(self, *names: str) -> str | None:
         """Return the first of `names` that is a parameter. flash-attn 4 renamed some parameters of flash-attn 2."""
-        return next((name for name in names if name in self.parameters), None)
+        found = [name for name in names if name in self.parameters]  # torch 2.7 cannot trace `next` with a default
+        return found[0] if found else None
 
 
 class _Package(NamedTuple):

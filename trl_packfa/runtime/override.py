@@ -61,7 +61,8 @@ class NamedOverride(Override):
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name."""
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+        # Not `zip`: torch 2.7 cannot trace its `strict`.
+        return {**{name: args[i] for i, name in enumerate(self.names[: len(args)])}, **kwargs}
 
 
 @contextmanager
