@@ -1,4 +1,4 @@
-"""Twelve types over all levels, and decoding by hand: what another transformers is likely to break first."""
+"""Twelve types over all levels, compiled models, and decoding by hand: what another transformers is likely to break first."""
 
 import inspect
 
@@ -7,6 +7,7 @@ import tiny
 import torch
 from padded import padded
 from tiny_models import small_model
+from tolerance import assert_float32, assert_gradients
 from transformers import DynamicCache, LlamaForCausalLM
 
 from trl_packfa import check, describe, patch, unpatch
@@ -35,6 +36,17 @@ def test_a_type_is_exact_at_its_level(model_type):
     report = check(model)
     assert report.verdict == "exact" and report.control > 1e-2, str(report)
     assert torch.equal(unpatch(model)(**ids).logits, before)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gpt2"])
+def test_a_compiled_model_computes_what_it_did(model_type):
+    """However many graphs a version of torch makes of it."""
+    model = patch(small_model(model_type))
+    logits, gradients = tiny.logits_and_gradients(model)
+    torch._dynamo.reset()
+    found, theirs = tiny.logits_and_gradients(model, forward=torch.compile(model, backend="eager"))
+    assert_float32(found, logits.double())
+    assert_gradients(theirs, gradients)
 
 
 @pytest.mark.parametrize("unpad", [False, True])
