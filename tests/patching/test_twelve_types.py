@@ -1,4 +1,4 @@
-"""Twelve types over all levels, compiled models, and decoding by hand: what another transformers is likely to break first."""
+"""Twelve types over all levels, compiled, and decoding by hand: what another transformers is likely to break first."""
 
 import inspect
 
