@@ -216,8 +216,19 @@ def installed(monkeypatch):
         if hasattr(config, name):
             settings[name] = False
     # By torch's own means: pytest would delete the settings where it puts them back.
+    _forget_triton()
     with config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
         yield
+    _forget_triton()
+
+
+def _forget_triton():
+    """Let torch look for Triton and its devices anew: an earlier test, without the device, may have asked."""
+    from torch.utils import _triton
+
+    for function in vars(_triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @contextmanager
