@@ -156,6 +156,7 @@ def test_torch_s_own_operator_takes_our_call(dims, heads, window, monkeypatch):
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("is_traceable", [True, False])
 def test_a_kernel_that_is_no_operator_is_one_inside_of_graphs(is_traceable, monkeypatch):
     """G9. FlashAttention 4 compiles itself when it is called, where Dynamo would cut the graph at every layer."""

@@ -215,11 +215,13 @@ def installed(monkeypatch):
     for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # keeps no machine code to look at
         if hasattr(config, name):
             settings[name] = False
-    # By torch's own means: pytest would delete the settings where it puts them back.
     _forget_triton()
-    with config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
-    _forget_triton()
+    try:
+        # By torch's own means: pytest would delete the settings where it puts them back.
+        with config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+            yield
+    finally:
+        _forget_triton()
 
 
 def _forget_triton():

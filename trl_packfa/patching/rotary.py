@@ -14,7 +14,7 @@ from torch import nn
 
 from ..layout.call_context import current_call, packed_call
 from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override, forward_signature
+from ..runtime.override import Override, forward_signature, named_arguments
 
 # Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.
 LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -91,7 +91,7 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Reset a grown base by the module's own code: a call with one token at position 0 resets it."""
-    call: Any = {**dict(zip(forward_signature(module).parameters, args, strict=False)), **kwargs}
+    call = named_arguments(tuple(forward_signature(module).parameters), args, kwargs)
     start = torch.zeros_like(call["position_ids"])[..., :1]
     with torch.no_grad():
         type(module).forward(module, **{**call, "position_ids": start})

@@ -61,8 +61,13 @@ class NamedOverride(Override):
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name."""
-        # Not `zip`: torch 2.7 cannot trace its `strict`.
-        return {**{name: args[i] for i, name in enumerate(self.names[: len(args)])}, **kwargs}
+        return named_arguments(self.names, args, kwargs)
+
+
+def named_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name; `names` are those of the function's parameters."""
+    # Not `zip`: torch 2.7 cannot trace its `strict`.
+    return {**{name: args[i] for i, name in enumerate(names[: len(args)])}, **kwargs}
 
 
 @contextmanager
