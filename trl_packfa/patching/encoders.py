@@ -176,7 +176,7 @@ def _merged(order: torch.Tensor, widths: Sequence[int], rows: PaddedRows, *outpu
         return None
     if not isinstance(outputs[0], torch.Tensor):
         raise PackingError(
-            f"the model returns a value of type {type(outputs[0]).__name__}, which cannot be made without pads.",
+            f"unpad=True cannot return a value of type {type(outputs[0]).__name__}, which is in this model's output.",
             why=["rows of similar length run together, and only tensors of several calls can be joined"],
             do="Patch the model with unpad=False.",
         )
