@@ -1,5 +1,6 @@
 """`trl-packfa plan`: figures against brute force and against the trainers that really run."""
 
+import io
 import re
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 from datasets import Dataset
 from operations import kept_bytes
 from plans import UNEVEN, made
+from rich.console import Console
 from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
@@ -27,7 +29,7 @@ from trl_packfa.packing import (
 )
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
-from trl_packfa.plan.terminal import _memory, tables
+from trl_packfa.plan.terminal import _memory, fitting_table, tables
 from trl_packfa.trainers.common.batching import Batching
 from trl_packfa.trainers.sft.epoch_plan import plan_epoch
 from trl_packfa.trainers.sft.memory import estimate, layer_bytes
@@ -285,3 +287,20 @@ def test_the_suggested_budget_does_what_is_said(tmp_path):
     epoch = again.chosen.epoch()
     assert f"{epoch.micro_batches / epoch.steps:.1f}" == said and epoch.fill > plan.chosen.epoch().fill
     assert epoch.steps == plan.chosen.epoch().steps
+
+
+@pytest.mark.parametrize("width", [80, 100, 150])
+def test_a_table_shows_every_figure_at_each_width(tmp_path, saved, width):
+    shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
+    plan = made(tmp_path, shape=shape)
+    lost = 0
+    for title, rows in tables(plan):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(fitting_table(title, rows, console))
+        text = console.file.getvalue()
+        assert "…" not in text and max(map(len, text.splitlines())) <= width
+        assert {value for row in rows for _, value in row[1:]} <= set(text.replace("│", " ").split())
+        wide = Console(file=io.StringIO(), width=80)
+        wide.print(fitting_table(title, rows, Console(width=1000)))
+        lost += "…" in wide.file.getvalue()
+    assert lost, "a table of many columns does not fit into 80 characters"

@@ -16,11 +16,11 @@ from training import arguments, dataset, packed_trainer
 
 from trl_packfa.cli.main import main
 from trl_packfa.plotting import save_loss_curve
-from trl_packfa.terminal.progress import RichProgressCallback
+from trl_packfa.terminal.progress import RichProgressCallback, _times, proving
 
 
-def shown(out, *, terminal=False, resumed=False, evaluation=None, **options):
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=160, color_system=None)
+def shown(out, *, terminal=False, width=160, resumed=False, evaluation=None, **options):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
     trainer = packed_trainer(arguments(out=out, check_packing=False, **options), eval_dataset=evaluation)
     RichProgressCallback.attach(trainer, "training", console)
     trainer.train(resume_from_checkpoint="last" if resumed else None)
@@ -41,6 +41,38 @@ def test_every_evaluation_is_printed_with_its_step_and_summed_up(terminal, tmp_p
         assert text.count(f"training  step {step}/4  eval loss {loss:.3f}") == 1
     assert f"eval loss: {losses[2]:.3f} at step 2, {losses[4]:.3f} at step 4" in text
     assert ("evaluating 2/2" in text) == terminal
+
+
+def test_eighty_columns_break_lines_between_words(tmp_path):
+    narrow, _ = shown(tmp_path, terminal=True, width=80, max_steps=2)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", narrow).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {"mean_token_accuracy", "learning_rate", "entropy"} <= {word for line in lines for word in line.split()}
+    assert "2/2" in narrow and "to go" in narrow and "━" not in narrow, "times instead of a bar"
+    assert "━" in shown(tmp_path, terminal=True, max_steps=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "done", "left", "expected"),
+    [
+        (50.0, 1, 3, "0:00:50 elapsed, 0:02:30 to go"),  # slow steps too
+        (50.0, 0, 4, "0:00:50 elapsed"),
+        (50.0, 2, 0, "0:00:50 elapsed, 0:00:00 to go"),
+        (50.0, 1, -1, "0:00:50 elapsed, 0:00:00 to go"),
+    ],
+)
+def test_time_left_is_that_of_the_steps_left(elapsed, done, left, expected):
+    assert _times(elapsed, done, left) == expected
+
+
+def test_a_check_that_takes_longer_than_estimated_does_not_show_0_seconds(capsys, monkeypatch):
+    now = iter([0.0, 100.0, 200.0])
+    monkeypatch.setattr("trl_packfa.terminal.progress.time.perf_counter", lambda: next(now))
+    with proving("checking") as say:
+        say("half", 0.5)
+        say("the last part", 0.999)
+    text = capsys.readouterr().err
+    assert "half, about 100 s to go" in text and "the last part, nearly done" in text
 
 
 def test_evaluations_by_name(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +15,9 @@ from ..trainers.sft.memory import FORMULA
 from .compare import Outcome
 from .report import Plan
 
-_BINS, _BAR = 14, 40
+# Number of bins of a histogram, the longest bar, and the width of a line without its bar.
+_BINS, _BAR, _BESIDE = 14, 40, 62
+_UNLIMITED = 10_000
 # A row of a table: each column with its value.
 Row = list[tuple[str, str]]
 # Labels of the parts of the memory that have another name.
@@ -25,19 +28,33 @@ def show(plan: Plan) -> None:
     """Print the whole plan; a pipe has no width, so it gets a fixed one."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(heading(plan), highlight=False, markup=False)
-    console.print("\n".join(_histogram(plan.source.tokens.lengths, plan.args.max_length)), highlight=False)
+    lines = _histogram(plan.source.tokens.lengths, plan.args.max_length, width=console.width)
+    console.print("\n".join(lines), highlight=False)
     for title, rows in tables(plan):
-        table = Table(title=title, title_justify="left")
-        for i, (column, _) in enumerate(rows[0]):
-            table.add_column(column, justify="left" if i == 0 else "right")
-        for row in rows:
-            table.add_row(*(value for _, value in row), style="bold" if is_chosen(row) else "")
-        console.print(table)
+        console.print(fitting_table(title, rows, console))
     for line in notes(plan):
         console.print(line, highlight=False, markup=False)
     console.print()
     for sentence in plan.advice:
         console.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def fitting_table(title: str, rows: Sequence[Row], console: Console) -> Table:
+    """Return a table with a line for each row; on a narrow console, with a column for each row instead."""
+    table = Table(title=title, title_justify="left")
+    for i, (column, _) in enumerate(rows[0]):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*(value for _, value in row), style="bold" if is_chosen(row) else "")
+    if console.measure(table, options=console.options.update(width=_UNLIMITED)).maximum <= console.width:
+        return table
+    table = Table(rows[0][0][0], title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    for row in rows:
+        table.add_column(row[0][1], justify="right", style="bold" if is_chosen(row) else "")
+    for at in range(1, len(rows[0])):
+        label = rows[0][at][0].replace("/", " / ")  # lines break at spaces
+        table.add_row(label, *(row[at][1] for row in rows))
+    return table
 
 
 def heading(plan: Plan) -> str:
@@ -144,14 +161,15 @@ def _mark(plan: Plan, name: str) -> str:
     return f"{name} *" if name == plan.chosen.strategy.name else name
 
 
-def _histogram(lengths: np.ndarray, max_length: int | None) -> Sequence[str]:
-    """Return a line for each bin of lengths; bins are evenly spaced on a log scale."""
+def _histogram(lengths: np.ndarray, max_length: int | None, *, width: int) -> Sequence[str]:
+    """Return a line of at most `width` characters for each bin of lengths; bins are evenly spaced on a log scale."""
+    longest_bar = min(max(width - _BESIDE, 1), _BAR)
     shortest, longest = max(int(lengths.min()), 1), int(lengths.max()) + 1
     edges = np.unique(np.geomspace(shortest, longest, _BINS + 1).round().astype(int))
     counts, edges = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([shortest, longest]))
     lines, most = [], max(int(counts.max()), 1)
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         beyond = "  longer than max_length" if max_length is not None and low > max_length else ""
-        bar = "#" * -(-int(count) * _BAR // most)
+        bar = "#" * -(-int(count) * longest_bar // most)
         lines.append(f"{low:>9,} to {high - 1:>9,} tokens {count:>9,} {bar}{beyond}")
     return lines

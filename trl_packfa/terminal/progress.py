@@ -15,8 +15,9 @@ from typing import Any
 
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.table import Table
+from rich.text import Text
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
@@ -27,6 +28,8 @@ from . import BARS_AS_LINES
 
 # Seconds between two lines of a check in a pipe, and the finished share from which the time left is estimated.
 _EVERY, _ENOUGH = 30.0, 0.05
+# Width in characters from which a terminal has room for a bar beside the step, the loss, the speed and the times.
+_WIDE = 120
 
 
 @contextmanager
@@ -41,7 +44,9 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
 
     def say(part: str, share: float) -> None:
         now = time.perf_counter()
-        left = f", about {(now - started) * (1 - share) / share:.0f} s to go" if share > _ENOUGH else ""
+        seconds = (now - started) * (1 - share) / share if share > _ENOUGH else 0.0
+        # The estimate ends before the check does: its last part has no share of its own.
+        left = f", about {seconds:.0f} s to go" if seconds >= 1 else ", nearly done" if share > _ENOUGH else ""
         if status is not None:
             status.update(f"{text}: {part}{left} ...")
         elif shown and now - last[0] > _EVERY:
@@ -95,6 +100,21 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
+class _Times(ProgressColumn):
+    """Column with the elapsed time of a run and the time left."""
+
+    def render(self, task: Task) -> Text:
+        """Return the times as text; `task.fields["began"]` is the step at which the run began or resumed."""
+        done, left = task.completed - task.fields["began"], (task.total or 0) - task.completed
+        return Text(_times(task.elapsed or 0.0, done, left))
+
+
+def _times(elapsed: float, done: float, left: float) -> str:
+    """Return the elapsed seconds, and those that the steps left take at the pace of the done ones, as text."""
+    shown = f"{timedelta(seconds=round(elapsed))} elapsed"
+    return f"{shown}, {timedelta(seconds=round(max(elapsed / done * left, 0.0)))} to go" if done > 0 else shown
+
+
 class RichProgressCallback(TrainerCallback):
     """Callback that shows `title`, steps, loss, fill, tokens per second, and evaluations with their loss.
 
@@ -127,10 +147,11 @@ class RichProgressCallback(TrainerCallback):
         self.began = (time.perf_counter(), state.global_step)
         if not state.is_world_process_zero:
             return
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[shown]}")
-        times = (TimeElapsedColumn(), "elapsed,", TimeRemainingColumn(), "to go")
-        self.progress = Progress(*columns, *times, console=self.console)
-        self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
+        bar = (BarColumn(),) if self.console.width >= _WIDE else ()
+        columns = ("{task.description}", *bar, MofNCompleteColumn(), "{task.fields[shown]}", _Times())
+        self.progress = Progress(*columns, console=self.console)
+        at = state.global_step
+        self.progress.add_task(self.title, total=state.max_steps, completed=at, shown="", began=at)
         if self.console.is_terminal:
             self.progress.start()
 
@@ -188,16 +209,16 @@ class RichProgressCallback(TrainerCallback):
             self.progress.update(self.progress.task_ids[0], **fields)
 
     def _times(self, state: TrainerState) -> str:
-        """Return the elapsed time and the time left at that pace; steps before a resumption do not count."""
+        """Return the elapsed time and the time left; steps before a resumption do not count."""
         elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
-        left = elapsed / max(done, 1) * (state.max_steps - state.global_step)
-        return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
+        return _times(elapsed, done, state.max_steps - state.global_step)
 
     def _say(self, state: TrainerState, *parts: str) -> None:
         self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))
 
     def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        # In a pipe a log is one line. A terminal would break a long one inside words.
+        self.console.print(line, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
 
 # Logged values that are shown, in this order, by TRL's names. The bar has room for a few only.
