@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from selection import in_full
-from training import SAVING, arguments, losses, packed_trainer, trained
+from training import SAVING, arguments, logs_of, losses, packed_trainer, trained
 from trl_trainers import build_packed
 
 from trl_packfa.errors import InvalidConfig
@@ -208,3 +208,15 @@ def test_the_manifest_names_what_a_resumed_run_reads(saved):
     wanted = {ADAPTER, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
               "trainer_state.json", "packing_progress.json", PACKING_REPORT}  # fmt: skip
     assert wanted <= set(files) and MANIFEST not in files
+
+
+def test_changed_arguments_are_named_with_what_they_do(run, caplog):
+    folder = run("sft")
+    again = shutil.copytree(folder, folder.parent / "again")
+    sft(folder).train(resume_from_checkpoint="last")
+    assert "has no effect" not in caplog.text and "rows of the dataset" not in caplog.text
+    changed = {"learning_rate": 0.5, "per_device_train_batch_size": 2}
+    resumed = trained(sft(again, **changed), resume_from_checkpoint="last")
+    assert "learning_rate=0.5 has no effect" in caplog.text and "go on with 0.01" in caplog.text
+    assert "a step holds 2 rows of the dataset, in the checkpoint's run 4" in caplog.text
+    assert {entry["learning_rate"] for entry in logs_of(resumed)} == {0.01}

@@ -11,7 +11,7 @@ from training import FORMATS, SAVING, arguments, losses, packed_trainer, trained
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
-from trl_packfa.trainers.common.checkpoint_files import checkpoint_to_resume
+from trl_packfa.trainers.common.checkpoint_files import checkpoint_to_resume, finished_message
 from trl_packfa.trainers.sft import script as launch
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
@@ -112,6 +112,24 @@ def test_a_run_is_resumed_from_the_command_line(asked, command, tmp_path, capsys
     out = capsys.readouterr().out
     assert out.startswith("resuming from checkpoint-2 at step 2\n")
     assert "step 3/4" in out and "step 2/4" not in out and "checkpoint-4" in os.listdir(tmp_path / "out")
+    assert main([*command, "--resume_from_checkpoint", "last"]) == 0
+    out = capsys.readouterr().out
+    assert "already finished: checkpoint-4 is at step 4" in out and "max_steps=4" in out and "step 5" not in out
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "options", "finished"),
+    [
+        (4, 0.5, {"max_steps": 4}, True),
+        (4, 9.0, {"max_steps": 5}, False),
+        (4, 1.0, {"num_train_epochs": 1}, True),
+        (4, 1.0, {"num_train_epochs": 1.5}, False),
+    ],
+)
+def test_a_run_without_steps_left_is_finished(step, epoch, options, finished, tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": epoch}))
+    args = arguments(out=tmp_path, **{"max_steps": -1, **options})
+    assert (finished_message(tmp_path, args) is not None) == finished
 
 
 def test_false_resumes_from_nothing(tmp_path):

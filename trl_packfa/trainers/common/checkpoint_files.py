@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils.sha import sha_fileobj
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -65,14 +66,32 @@ def _incomplete(checkpoint: Path) -> str | None:
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
 
 
-def resuming_message(checkpoint: str | Path) -> str:
-    """Say from which checkpoint and optimizer step a run resumes."""
+def _saved_state(checkpoint: str | Path) -> dict[str, Any]:
+    """Read the Trainer's state of a checkpoint."""
     path = Path(checkpoint) / TRAINER_STATE_NAME
     try:
-        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return {**state, "global_step": int(state["global_step"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
-    return f"resuming from {Path(checkpoint).name} at step {step}"
+
+
+def resuming_message(checkpoint: str | Path) -> str:
+    """Say from which checkpoint and optimizer step a run resumes."""
+    return f"resuming from {Path(checkpoint).name} at step {_saved_state(checkpoint)['global_step']}"
+
+
+def finished_message(checkpoint: str | Path, args: TrainingArguments) -> str | None:
+    """Say that the run of a checkpoint has taken all steps that the arguments ask for; `None` if some are left."""
+    state = _saved_state(checkpoint)
+    step, epoch = state["global_step"], float(state.get("epoch") or 0.0)
+    if step < args.max_steps or (args.max_steps <= 0 and epoch < args.num_train_epochs):
+        return None
+    asked = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
+    return (
+        f"already finished: {Path(checkpoint).name} is at step {step}, epoch {epoch:g}, and {asked}. Nothing is left "
+        "to train. Raise it to go on."
+    )
 
 
 def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:

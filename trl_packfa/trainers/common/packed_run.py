@@ -41,7 +41,7 @@ from .collating import CountedBatch
 from .image_rows import NamingCollator, NumberedRows, look_at_images
 from .model_loading import named
 from .parallelism import from_main_rank
-from .resuming import adapter_of, require_same_adapter, require_same_run
+from .resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
 from .step_cutting import Slot
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class PackedRun(Base):
         if self.is_world_process_zero():
             tell_left_out(checkpoint)
         progress = read_progress(checkpoint)
+        if self.is_world_process_zero():
+            tell_changed(progress.get("settings", {}), self.args)
         require_same_adapter(progress, self.model)
         if self._packs and not self.args.ignore_data_skip:
             require_same_run(progress, self._identity)
@@ -216,7 +218,8 @@ class PackedRun(Base):
                 if card.exists() and empty.exists():  # the template that PEFT writes next to an adapter
                     empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
                 progress = {"num_tokens": self._total_train_tokens, "adapter": adapter_of(self.model)}
-                write_json(folder / PROGRESS, {**progress, **self._identity})
+                settings = {"settings": settings_of(self.args)}
+                write_json(folder / PROGRESS, {**progress, **settings, **self._identity})
 
     def _save_state(self, folder: Path) -> None:
         """Write a rank's own state into a checkpoint."""

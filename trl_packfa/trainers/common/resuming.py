@@ -79,6 +79,35 @@ def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
         )
 
 
+# Arguments whose values the saved optimizer and schedule hold.
+_KEPT = ("learning_rate", "weight_decay")
+_PER_STEP = "rows_per_step"
+
+
+def settings_of(args: Any) -> dict[str, Any]:
+    """Return the arguments that a resumed run keeps, and the number of the dataset's rows in an optimizer step."""
+    rows = args.data_parallel_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {_PER_STEP: rows, **{name: getattr(args, name) for name in _KEPT}}
+
+
+def tell_changed(before: dict[str, Any], args: Any) -> None:
+    """Warn about values that differ from the checkpoint's [`settings_of`], and say what that means for the run."""
+    now = settings_of(args)
+    differ = [name for name in now if name in before and before[name] != now[name]]
+    for name in differ:
+        if name != _PER_STEP:
+            logger.warning(
+                "trl-packfa: %s=%s has no effect. The optimizer and the schedule of the checkpoint go on with %s. To "
+                "change it, begin a new run.", name, now[name], before[name],
+            )  # fmt: skip
+    if _PER_STEP in differ and not args.ignore_data_skip:
+        logger.warning(
+            "trl-packfa: a step holds %s rows of the dataset, in the checkpoint's run %s (processes x "
+            "per_device_train_batch_size x gradient_accumulation_steps). The rows to skip are counted in steps of the "
+            "new size, so some train twice or not at all in this epoch.", now[_PER_STEP], before[_PER_STEP],
+        )  # fmt: skip
+
+
 def adapter_of(model: Any) -> dict[str, Any]:
     """Return the fields of an adapter's config that decide its weights and effect, in JSON types; `{}` without one."""
     configs = getattr(model, "peft_config", None)  # PEFT's models have it, also if they are wrapped

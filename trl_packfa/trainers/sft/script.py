@@ -17,7 +17,7 @@ from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
-from ..common.checkpoint_files import checkpoint_to_resume, resuming_message
+from ..common.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
@@ -65,6 +65,10 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
     if choice.preview and not hasattr(kind.trainer, "preview_batch"):
         raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
     args.resume_from_checkpoint = _ask_first(args, kind)
+    if args.resume_from_checkpoint and (finished := finished_message(args.resume_from_checkpoint, args)):
+        if args.process_index == 0:
+            print(finished)
+        return 0
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
         data = script_args.dataset_name or "the datasets"
