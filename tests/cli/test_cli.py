@@ -79,6 +79,22 @@ def test_tables_say_with_which_versions_they_were_measured(monkeypatch, capsys):
     assert "; here: peft 0.0; where the code differs, your model is checked" in capsys.readouterr().out
 
 
+def test_recipes_are_listed_with_a_whole_sentence_each(capsys):
+    assert main(["recipes", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert all(row["what"].endswith(".") for row in rows) and "README.md" not in {row["recipe"] for row in rows}
+    said = {row["recipe"]: row["what"] for row in rows}
+    assert said["bench/qlora_8b.yaml"].endswith("packed with FlashAttention, and ours."), "over two lines"
+
+
+@pytest.mark.parametrize(("word", "meant"), [("trian", "train"), ("chek", "check"), ("recipies", "recipes")])
+def test_a_mistyped_command_is_answered_with_the_nearest(word, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([word])
+    assert stopped.value.code == 2
+    assert f"there is no command '{word}'. Did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_recipes_are_copied_and_never_overwritten(tmp_path, capsys):
     assert main(["recipes", "cp", "qlora_llama3", str(tmp_path / "new")]) == 0
     copy = tmp_path / "new" / "qlora_llama3.yaml"

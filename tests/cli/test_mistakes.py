@@ -54,6 +54,25 @@ def train(data, *more, model="base"):
     return main([*argv, *ON_CPU, *more])
 
 
+def test_yaml_s_own_truth_values_are_named(folder, capsys):
+    (folder / "unquoted.yaml").write_text("save_strategy: no\n")
+    assert main(["train", "--config", "unquoted.yaml", "--output_dir", "out"]) == 1
+    assert 'YAML reads an unquoted no or yes as a truth value. Write save_strategy: "no".' in capsys.readouterr().err
+
+
+def test_a_missing_yaml_file_is_named_with_a_similar_one(capsys):
+    assert main(["train", "--config", "brokn.yaml", "--output_dir", "out"]) == 1
+    said = capsys.readouterr().err
+    assert "cannot read brokn.yaml" in said and "did you mean broken.yaml?" in said
+
+
+def test_a_line_that_is_no_json_is_shown(folder, capsys):
+    (folder / "cut.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n')
+    assert train("cut") == 1
+    said = capsys.readouterr().err
+    assert "line 3 is no JSON" in said and '{"text": "b"' in said
+
+
 GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch_size", "2"]
 
 

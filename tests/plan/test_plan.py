@@ -241,6 +241,10 @@ def test_advice_names_what_is_lost_and_what_waits(tmp_path):
     lengths = [*UNEVEN, 3000]
     text = "\n".join(made(tmp_path, lengths, max_length=100).advice)
     assert re.search(r"tokens \(\d+\.\d%\) are lost: \d+ of 301 documents are longer than max_length=100", text)
+    kept = [np.minimum(lengths, n).sum() / sum(lengths) for n in (800, 1600, 3200)]
+    for length, share in zip((800, 1600, 3200), kept, strict=True):
+        assert f"max_length={length} {share:.0%}" in text
+    assert kept[-1] == 1 and "max_length=6400" not in text
     text = "\n".join(made(tmp_path, lengths, max_length=None).advice)
     assert "The longest document (3,000 tokens)" in text and "max_tokens_per_microbatch=" in text
     text = "\n".join(made(tmp_path, packing_strategy="minibatch", ranks=(8,)).advice)
@@ -287,6 +291,8 @@ def test_the_suggested_budget_does_what_is_said(tmp_path):
     epoch = again.chosen.epoch()
     assert f"{epoch.micro_batches / epoch.steps:.1f}" == said and epoch.fill > plan.chosen.epoch().fill
     assert epoch.steps == plan.chosen.epoch().steps
+    even = made(tmp_path, [50, 60] * 100 + [400], per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    assert "needs as many micro-batches a step and less memory" in "\n".join(even.advice)
 
 
 @pytest.mark.parametrize("width", [80, 100, 150])

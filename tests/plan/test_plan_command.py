@@ -85,6 +85,7 @@ def test_the_command_tells_what_shared_histories_save(saved, tmp_path, capsys):
     (["--lengths", "EMPTY"], "is not a list of document lengths"),
     (["--lengths", "FLOATS"], "is not a list of document lengths"),
     (["--lengths", "ZERO"], "is not a list of document lengths"),
+    (["--lengths", "HUGE"], "has a document of 1,000,000,000,000 tokens"),
     (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is not a list"),
     (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is not a list"),
     (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
@@ -93,7 +94,7 @@ def test_the_command_tells_what_shared_histories_save(saved, tmp_path, capsys):
 ])  # fmt: skip
 def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, argv, message):
     row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}
-    files = {"EMPTY": [], "FLOATS": [1.5, 2], "ZERO": [3, 0], "GOOD": [5, 9, 4], "PACKED": row}
+    files = {"EMPTY": [], "FLOATS": [1.5, 2], "ZERO": [3, 0], "GOOD": [5, 9, 4], "HUGE": [10**12, 3], "PACKED": row}
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         saved[name] = str(tmp_path / f"{name}.json")

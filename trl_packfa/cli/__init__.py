@@ -7,6 +7,7 @@ in place of `add`: TRL's own parser reads their flags, which are too slow to loa
 from __future__ import annotations
 
 import argparse
+from types import ModuleType
 
 from ..versions import __version__
 from . import backends, bench, check, completion, demo, env, merge, models, plan, recipes, train
@@ -15,9 +16,14 @@ from . import backends, bench, check, completion, demo, env, merge, models, plan
 COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
 OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
 
-__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
+__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser", "name_of"]
 
 _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
+
+
+def name_of(command: ModuleType) -> str:
+    """Return the word that runs a command."""
+    return command.__name__.rpartition(".")[2]
 
 
 def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
@@ -29,7 +35,7 @@ def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.Ar
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+        name = name_of(command)
         if name in OWN_PARSERS:
             commands.add_parser(name, help=f"{command.HELP} (see: trl-packfa {name} --help)", add_help=False)
         else:

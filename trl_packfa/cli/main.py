@@ -8,10 +8,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from ..errors import ContaminationError, PackingError
 from ..terminal import BARS_AS_LINES
-from . import OWN_PARSERS, build_parser
+from . import COMMANDS, OWN_PARSERS, build_parser, name_of
 from .check import NOT_EXACT
 
 
@@ -26,7 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     argv, debug = _split_debug(argv)
     if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
         return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    if argv and (meant := get_close_matches(argv[0], [name_of(command) for command in COMMANDS], n=1)):
+        if argv[0] != meant[0]:
+            parser.error(f"there is no command '{argv[0]}'. Did you mean {meant[0]}?")
+    args = parser.parse_args(argv)
     return _guarded(lambda: args.run(args), debug=debug)
 
 

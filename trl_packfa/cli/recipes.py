@@ -10,7 +10,7 @@ from ..errors import InvalidConfig
 from .output import add_json, print_rows
 
 _FOLDER = Path(recipes.__file__).parent
-_KINDS = (".yaml", ".py", ".md")
+_KINDS = (".yaml", ".py")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -26,12 +26,19 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every recipe with its first comment line."""
-    rows = []
-    for name, path in sorted(_all().items()):
-        first_line = path.read_text(encoding="utf-8").splitlines()[0]
-        rows.append({"recipe": name, "what": first_line.strip('#" ')})
+    """Print every recipe with the first sentence of its comment."""
+    rows = [{"recipe": name, "what": _first_sentence(path)} for name, path in sorted(_all().items())]
     return print_rows(rows, as_json=args.json)
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of a recipe's comment or docstring, which may go over several lines."""
+    comment = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        comment.append(line.strip('#" '))
+        if comment[-1].endswith(".") or ". " in comment[-1] or not comment[-1]:
+            break
+    return " ".join(comment).strip().partition(". ")[0].removesuffix(".") + "."
 
 
 def run_copy(args: argparse.Namespace) -> int:

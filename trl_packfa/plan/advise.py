@@ -23,6 +23,8 @@ _FEWER, _FEW_STEPS = 0.67, 200
 # Packing gains little below this share of pads. Warn about lost tokens above this share.
 _LITTLE_PADDING, _MUCH_LOST = 0.10, 0.01
 _UNEVEN, _WAITING = 4.0, 1.1
+# The share of tokens up to which larger values of `max_length` are listed, and how many values.
+_NEARLY_ALL, _VALUES = 0.99, 4
 # A token budget with a fill below the first number can be smaller; the second is its room above the mean micro-batch.
 _HALF_EMPTY, _ROOM = 0.5, 1.3
 PAPER = (
@@ -107,16 +109,26 @@ def _lost(plan: Plan) -> Iterator[str]:
     report, lengths = plan.chosen.report, plan.source.tokens.lengths
     share = report.tokens_lost / report.tokens
     if share > _MUCH_LOST and BFD_SPLIT.name in plan.outcomes:
-        covers, split = int(np.percentile(lengths, 99)), plan.outcomes[BFD_SPLIT.name].report.tokens_lost
+        split = plan.outcomes[BFD_SPLIT.name].report.tokens_lost
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
-            f"documents are longer than max_length={plan.args.max_length}. max_length={covers} holds 99 % of the "
-            f"documents; overflow='split', which makes documents of the pieces, loses {split:,} tokens."
+            f"documents are longer than max_length={plan.args.max_length}. {_kept(lengths, plan.args.max_length)} "
+            f"overflow='split', which makes documents of the pieces, loses {split:,} tokens."
         )
     if plan.chosen.strategy.fills_rows and report.split:
         yield (
             f"{report.split:,} documents are cut into several: what comes after a cut does not see what came before."
         )
+
+
+def _kept(lengths: np.ndarray, max_length: int) -> str:
+    """Say which share of the tokens some larger values of `max_length` keep, up to one that keeps nearly all."""
+    larger, kept = max_length, []
+    while (not kept or kept[-1][1] < _NEARLY_ALL) and larger < lengths.max():
+        larger *= 2
+        kept.append((larger, np.minimum(lengths, larger).sum() / lengths.sum()))
+    shown = kept[-_VALUES:]
+    return f"Tokens kept: {', '.join(f'max_length={value} {part:.0%}' for value, part in shown)}."
 
 
 def _outlier(plan: Plan) -> Iterator[str]:
@@ -147,15 +159,19 @@ def _budget(plan: Plan) -> Iterator[str]:
         return
     batching = Batching.of(args, strategy=STEP, world_size=epoch.world_size)
     smaller = plan_epoch(plan.chosen.lengths, replace(batching, budget=budget))
-    memory = ""
+    was, now = (f"{each.micro_batches / each.steps:.1f}" for each in (epoch, smaller))
+    needs = "as many micro-batches a step" if was == now else f"{now} micro-batches a step instead of {was}"
+    memory = " and less memory"
     if plan.shape is not None:
-        less, more = estimate(plan.shape, args, budget).total, plan.memory[STEP.name].total
-        memory = f" and {less / 1e9:.1f} GB instead of {more / 1e9:.1f}"
+        sizes = (estimate(plan.shape, args, budget).total, plan.memory[STEP.name].total)
+        less, more = (f"{size / 1e9:.1f}" for size in sizes)
+        memory = f" and {less} GB instead of {more}" if less != more else ""
+    if was == now and not memory:
+        return
     yield (
         f"Micro-batches are {epoch.fill:.0%} full: the default budget of {epoch.largest_micro_batch:,} tokens is the "
-        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs "
-        f"{smaller.micro_batches / smaller.steps:.1f} micro-batches a step instead of "
-        f"{epoch.micro_batches / epoch.steps:.1f}{memory}; the training is the same."
+        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs {needs}{memory}; the training is "
+        "the same."
     )
 
 

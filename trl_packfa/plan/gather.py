@@ -25,6 +25,8 @@ from ..trainers.sft.turns import CONVERSATION, TurnExpander, join
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
 _PROCESSED = 256
+# The longest document that rows, whose offsets are int32 in the attention kernels, can hold.
+_LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ def read_length_list(path: str) -> np.ndarray:
             f"{path} is not a list of document lengths.",
             why=["expected: a JSON list of whole numbers of tokens, each 1 or more, such as [163, 485, 71]"],
             do="Write one number of tokens for each document.",
+        )
+    if lengths.max() > _LONGEST:
+        raise InvalidDataset(
+            f"{path} has a document of {lengths.max():,} tokens.",
+            why=[f"no row can hold more than {_LONGEST:,}"],
+            do="Write lengths in tokens, not the size of a file or dataset.",
         )
     return lengths.astype(np.int64)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -29,6 +31,8 @@ from ...errors import InvalidConfig, InvalidDataset, UnsupportedModel
 _HEADS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForMaskedLM",
 )  # fmt: skip
+# Number of characters that a message shows of a line.
+_SHOWN = 80
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 
 
@@ -57,9 +61,23 @@ def load_dataset_dict(
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise InvalidDataset(
             f"cannot load the dataset '{name}'.",
-            why=missing_path(name) or [str(error.__cause__ or error)],
+            why=missing_path(name) or _broken_line(name) or [str(error.__cause__ or error)],
             do="Check the name, or the path and the contents of the file.",
         ) from error
+
+
+def _broken_line(name: str) -> list[str]:
+    """Name the first line of a JSON Lines file that is no JSON; return `[]` for other files and whole ones."""
+    if not Path(name).is_file() or Path(name.removesuffix(".gz")).suffix != ".jsonl":
+        return []
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(name, "rt", encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line.strip() or "null")
+            except ValueError as error:
+                return [f"line {number} is no JSON ({error}): {line.strip()[:_SHOWN]}"]
+    return []
 
 
 def missing_path(name: str) -> list[str]:

@@ -14,6 +14,7 @@ import yaml
 from trl import TrlParser
 
 from ...errors import InvalidConfig, PackingError
+from .hub import missing_path
 
 _FLAG, SFT_NAME = "--trainer", "sft"
 
@@ -55,14 +56,21 @@ def asked_trainer(argv: list[str]) -> str:
     names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
     asked = _value_of(_FLAG, argv)
     config = _value_of("--config", argv)
-    if asked is None and config is not None and Path(config).is_file():
-        with open(config, encoding="utf-8") as file:
-            try:
-                content = yaml.safe_load(file)
-            except yaml.YAMLError as error:
-                raise InvalidConfig(f"{config} is no YAML: {error}.", do="Fix that line.") from error
-        asked = content.get("trainer") if isinstance(content, dict) else None
+    if asked is None and config is not None:
+        asked = _content_of(config).get("trainer")
     return str(asked) if asked in names else SFT_NAME
+
+
+def _content_of(config: str) -> dict[str, Any]:
+    """Read a YAML file; return `{}` if there is no such file, or no mapping in it."""
+    if not Path(config).is_file():
+        return {}
+    with open(config, encoding="utf-8") as file:
+        try:
+            content = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise InvalidConfig(f"{config} is no YAML: {error}.", do="Fix that line.") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
@@ -96,8 +104,24 @@ def parse(
         return parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
     except PackingError:
         raise
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        raise InvalidConfig(str(error), do=_meant(str(error), classes)) from error
+    except FileNotFoundError as error:
+        name = str(error.filename or error)
+        raise InvalidConfig(f"cannot read {name}.", why=missing_path(name), do="Check the path.") from error
+    except (ValueError, ImportError) as error:
+        raise InvalidConfig(str(error), do=_unquoted(argv, classes) or _meant(str(error), classes)) from error
+
+
+def _unquoted(argv: list[str], classes: tuple[type, ...]) -> str:
+    """Name the words of the YAML file that YAML reads as a truth value where an argument takes a word; `""` for none.
+
+    `no`, `off`, `yes` and `on` without quotes are `False` and `True`.
+    """
+    config = _value_of("--config", argv)
+    content = _content_of(config) if config is not None else {}
+    words = {f.name for cls in classes for f in fields(cls) if "bool" not in str(f.type)}
+    found = [f'{name}: "{"yes" if value else "no"}"' for name, value in content.items()
+             if isinstance(value, bool) and name in words]  # fmt: skip
+    return f"YAML reads an unquoted no or yes as a truth value. Write {', '.join(found)}." if found else ""
 
 
 def _meant(message: str, classes: tuple[type, ...]) -> str:
