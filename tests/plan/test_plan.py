@@ -286,13 +286,13 @@ def test_gpus_that_share_rows_count_as_one(tmp_path):
 def test_the_suggested_budget_does_what_is_said(tmp_path):
     plan = made(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=16)
     sentence = next(s for s in plan.advice if "max_tokens_per_microbatch=" in s)
-    budget, said = re.search(r"max_tokens_per_microbatch=(\d+) needs ([\d.]+) micro", sentence).groups()
+    budget, said = re.search(r"max_tokens_per_microbatch=(\d+) needs (as many|[\d.]+) micro", sentence).groups()
+    before = plan.chosen.epoch()
     again = made(tmp_path, per_device_train_batch_size=16, max_tokens_per_microbatch=int(budget))
     epoch = again.chosen.epoch()
+    said = f"{before.micro_batches / before.steps:.1f}" if said == "as many" else said
     assert f"{epoch.micro_batches / epoch.steps:.1f}" == said and epoch.fill > plan.chosen.epoch().fill
     assert epoch.steps == plan.chosen.epoch().steps
-    even = made(tmp_path, [50, 60] * 100 + [400], per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    assert "needs as many micro-batches a step and less memory" in "\n".join(even.advice)
 
 
 @pytest.mark.parametrize("width", [80, 100, 150])
