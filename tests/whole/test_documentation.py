@@ -93,6 +93,30 @@ def test_every_python_snippet_runs(text, workplace, monkeypatch):
     run_shortened(text, workplace, monkeypatch)
 
 
+def lines_of_data():
+    """Every line of JSON on the page of data formats, with each trainer that its heading names."""
+    for section in (ROOT / "docs" / "data.md").read_text().split("\n## ")[1:]:
+        heading = section.splitlines()[0]
+        for block in re.findall(r"```json\n(.*?)```", section, flags=re.DOTALL):
+            for number, line in enumerate(block.strip().splitlines()):
+                for trainer in re.findall(r"--trainer (\w+)", heading):
+                    yield pytest.param(trainer, line, id=f"{trainer}-{'-'.join(json.loads(line))}-{number}")
+
+
+@pytest.mark.parametrize(("trainer", "line"), lines_of_data())
+def test_every_line_of_data_trains(trainer, line, workplace, capsys):
+    Path("data.jsonl").write_text("\n".join([line] * 8))
+    argv = ["train", "--trainer", trainer, "--model_name_or_path", "NAME_OR_PATH", "--dataset_name", "data.jsonl"]
+    if trainer in ("grpo", "rloo"):
+        argv += "--reward_funcs my_rewards.brevity --num_generations 2 --per_device_train_batch_size 2".split()
+        argv += ["--max_completion_length", "4"]
+    if trainer == "kto":  # TRL's loss needs both labels in a batch
+        other = {**json.loads(line), "label": not json.loads(line)["label"]}
+        Path("data.jsonl").write_text("\n".join([line, json.dumps(other)] * 4))
+    assert main([*argv, *EXTRA["train"], "--max_steps", "1"]) == 0
+    assert "'train_loss'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("line", commands())
 def test_every_command_runs(line, workplace, capsys):
     argv = shlex.split(line.replace("[", "").replace("]", ""))[1:]
