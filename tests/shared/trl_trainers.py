@@ -48,11 +48,12 @@ def tokenizer(side="right"):
 
 # What takes the place of TRL's trainers of pairs.
 PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
+ALL_PACKED = {"sft": "PackedSFT", **PACKED}
 
 
 def build_packed(kind, out, **options):
     """Build a packed trainer of this kind with the arguments of `build`."""
-    trainer, config = (getattr(trl_packfa, PACKED[kind] + what) for what in ("Trainer", "Config"))
+    trainer, config = (getattr(trl_packfa, ALL_PACKED[kind] + what) for what in ("Trainer", "Config"))
     return build(kind, out, **{"cls": trainer, "config": config, "use_peft": False, **options})
 
 
@@ -72,14 +73,15 @@ def _saved(folder):
 
 
 def build(
-    kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, stream=False, **options
-):
+    kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, stream=False, given=None,
+    **options,
+):  # fmt: skip
     """Build a trainer of this kind; `cls` and `config` replace TRL's classes. Without `reference` the trainer finds
-    its own. With `stream` the training data are a stream."""
+    its own. With `stream` the training data are a stream. `given` are further arguments of the trainer."""
     data = pairs() if data is None else data
     batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
     model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
-    adapter = _adapter(kind) if lora else {}
+    adapter = {**(_adapter(kind) if lora else {}), **(given or {})}
 
     def made(cls_, config_, rows, *, settings=None, side="right", **own):
         asked = arguments(config or config_, out, **{**batch, **(settings or {}), **options})

@@ -2,10 +2,24 @@
 
 import logging
 
+import peft
 import pytest
 import tiny
+import torch
 import trl
-from trl_trainers import PACKED, beyond, build, build_packed, differences, encoder_decoder, run
+from selection import in_full
+from training import lora_config
+from trl_trainers import (
+    ALL_PACKED,
+    PACKED,
+    beyond,
+    build,
+    build_packed,
+    classifier,
+    differences,
+    encoder_decoder,
+    run,
+)
 
 import trl_packfa
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
@@ -13,8 +27,8 @@ from trl_packfa.patching.apply import find_state
 
 
 def plain(kind, out, **options):
-    own = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig, "kto": trl.KTOConfig}[kind]
-    return build(kind, out, cls=getattr(trl_packfa, PACKED[kind] + "Trainer"), config=own, **options)
+    own = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig, "kto": trl.KTOConfig}[kind]
+    return build(kind, out, cls=getattr(trl_packfa, ALL_PACKED[kind] + "Trainer"), config=own, **options)
 
 
 def told(caplog, what):
@@ -32,6 +46,61 @@ def test_an_adapter_that_nobody_asked_for_is_told(kind, tmp_path, caplog):
     build_packed(kind, tmp_path, use_peft=True, reference=False)
     plain(kind, tmp_path, lora=True)
     assert not told(caplog, "adds a LoRA adapter")
+
+
+def passed(how, model):
+    """Return the trainer's arguments with an optimizer, or a part of one, of the model's own parameters."""
+    groups = [{"params": (p for p in model.parameters() if p.dim() > 1)},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    if how == "groups":
+        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": groups, "lr": 0.1})}
+    if how == "iterator":
+        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": model.named_parameters(), "lr": 0.1})}
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return {
+        "optimizers": {"optimizer": (optimizer, None), "both": (optimizer, schedule), "schedule": (None, schedule)}[
+            how
+        ]
+    }
+
+
+def moved(make, kind, out, how="optimizer", **options):
+    """Return the names of the parameters that two steps move, in a trainer with the user's own optimizer."""
+    model = classifier() if kind == "reward" else tiny.model(layers=2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = make(kind, out, model=model, given=passed(how, model), max_steps=2, **options)
+    trainer.train()
+    return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+
+@pytest.mark.parametrize("how", ["optimizer", *in_full("groups", "iterator", "both", "schedule")])
+@pytest.mark.parametrize("make", [plain, build_packed], ids=["plain", "packed"])
+@pytest.mark.parametrize("kind", ALL_PACKED)
+def test_an_optimizer_of_the_models_parameters_keeps_the_default_adapter_away(kind, make, how, tmp_path, caplog):
+    own = {} if make is plain else {"use_peft": True}
+    trained = moved(make, kind, tmp_path, how, **own)
+    assert trained == moved(build, kind, tmp_path, how) and len(trained) > 10
+    assert len(told(caplog, "no LoRA adapter is added: the optimizer that was passed holds")) == 1
+
+
+@pytest.mark.parametrize("kind", ALL_PACKED)
+def test_an_optimizer_of_which_nothing_trains_is_refused(kind, tmp_path):
+    for make in (plain, build_packed):
+        with pytest.raises(InvalidConfig, match="and none of them trains"):
+            moved(make, kind, tmp_path, lora=True)
+    foreign = torch.optim.SGD(tiny.model(layers=2).parameters(), lr=0.1)
+    with pytest.raises(InvalidConfig, match="holds 21 parameters, and none of them trains"):
+        build_packed(kind, tmp_path, use_peft=True, reference=False, given={"optimizers": (foreign, None)})
+
+
+def test_negative_control_an_optimizer_of_the_adapter_trains(tmp_path):
+    """So does one class without parameters: the Trainer fills them in."""
+    model = peft.get_peft_model(tiny.model(layers=2), lora_config())
+    adapter = [p for p in model.parameters() if p.requires_grad]
+    build_packed("sft", tmp_path, model=model, given={"optimizers": (torch.optim.SGD(adapter, lr=0.1), None)})
+    given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
+    assert hasattr(build_packed("sft", tmp_path, use_peft=True, given=given).model, "peft_config")
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,33 +151,67 @@ def _decoder_name(model: Any, args: CommonConfig) -> str | None:
     return next(name for name, module in built.named_modules() if module is decoder)
 
 
+def optimized(given: dict[str, Any]) -> list[nn.Parameter]:
+    """List the parameters of the optimizer that the user has built or begun, `[]` if the Trainer will make it.
+
+    `given` are the trainer's arguments. An iterator of parameters in them can be read once, so a list replaces it.
+    """
+    optimizer, schedule = given.get("optimizers") or (None, None)
+    optimizer = optimizer if optimizer is not None else getattr(schedule, "optimizer", None)
+    if optimizer is not None:
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not given.get("optimizer_cls_and_kwargs"):
+        return []
+    cls, kwargs = given["optimizer_cls_and_kwargs"]
+    if "params" not in kwargs:  # the Trainer takes the parameters from one of these
+        model = kwargs.get("model")
+        return [*kwargs.get("optimizer_dict", ()), *(model.parameters() if isinstance(model, nn.Module) else ())]
+    groups = [{**group, "params": _listed(group["params"])} if isinstance(group, dict) else group
+              for group in kwargs["params"]]  # fmt: skip
+    given["optimizer_cls_and_kwargs"] = cls, {**kwargs, "params": groups}
+    held = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+    return [one[1] if isinstance(one, tuple) else one for one in held]  # named parameters are pairs
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
 def load_as_asked(
     model: str | PreTrainedModel | PeftModel,
     args: CommonConfig,
-    given: Mapping[str, Any],
+    given: dict[str, Any],
     *,
     asked: TrainingArguments | None,
     task: str | None = None,
 ) -> dict[str, Any]:
-    """Return `quantization_config` and `peft_config` for TRL to load the model with, and set `args.model_init_kwargs`.
+    """Return the `model_init_kwargs`, `quantization_config` and `peft_config` for TRL to load the model with.
 
     A model given by name is loaded as the arguments say. The user's own quantization and adapter in `given`, the
-    trainer's arguments, win over them. `asked` is the config that the user passed, `task` the adapter's task type.
+    trainer's arguments, win over them, and a model whose parameters an optimizer of the user holds gets no adapter.
+    `asked` is the config that the user passed, `task` the adapter's task type.
 
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
     """
     quantization, adapter = given.get("quantization_config"), given.get("peft_config")
+    loading = args.model_init_kwargs
     kind = model_type(model, args) if isinstance(model, str) else None
     if kind is not None:
-        args.model_init_kwargs, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
+        loading, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
         # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do
         # not affect each other.
         if args.packing:
-            refuse_quantization(quantization or args.model_init_kwargs.get("quantization_config"))
-    if adapter is None and not isinstance(model, PeftModel):
+            refuse_quantization(quantization or loading.get("quantization_config"))
+    if adapter is None and not isinstance(model, PeftModel) and args.use_peft:
         adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
-        if adapter is not None:
+        if held := _held(model, optimized(given)):
+            adapter = None
+            logger.warning(
+                "trl-packfa: no LoRA adapter is added: the optimizer that was passed holds %d of the model's parameters, "
+                "and an adapter would freeze them.", held,
+            )  # fmt: skip
+        elif adapter is not None:
             if task is not None:
                 adapter.task_type = task
             if not isinstance(asked, type(args)):  # the user passed no config of ours
@@ -187,4 +221,23 @@ def load_as_asked(
                     "no config" if asked is None else f"a plain {type(asked).__name__}",
                     type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
                 )  # fmt: skip
-    return {"quantization_config": quantization, "peft_config": adapter}
+    return {"model_init_kwargs": loading, "quantization_config": quantization, "peft_config": adapter}
+
+
+def _held(model: Any, optimizer: list[nn.Parameter]) -> int:
+    """Count the parameters of an optimizer that train in a model; an adapter would freeze them."""
+    own = {id(p) for p in model.parameters() if p.requires_grad} if isinstance(model, nn.Module) else set()
+    return sum(id(parameter) in own for parameter in optimizer)
+
+
+def require_trained(model: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse an optimizer of the user that holds no parameter which trains in the trainer's model."""
+    optimizer = optimized(given)
+    if not optimizer or _held(model, optimizer):
+        return
+    raise InvalidConfig(
+        f"the optimizer that was passed holds {len(optimizer)} parameters, and none of them trains.",
+        why=["they are frozen, or not the model's: an adapter freezes the model, and a model by name is loaded anew"],
+        do="Pass optimizer_cls_and_kwargs without parameters, or make the optimizer of the model that trains: add the "
+        "adapter first (peft.get_peft_model), or drop peft_config.",
+    )

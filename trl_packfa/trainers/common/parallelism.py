@@ -162,6 +162,8 @@ def share_rows(args: CommonConfig) -> None:
     """Give accelerate the groups of ranks that share rows, if any, before the Trainer's `__init__`."""
     if args.sequence_parallel > 1:
         args.parallelism_config = RowGroups(args.data_parallel_size, args.sequence_parallel)
+    elif isinstance(args.parallelism_config, RowGroups):  # of an earlier trainer with this config
+        args.parallelism_config = None
 
 
 def row_group(args: CommonConfig, accelerator: Accelerator) -> DeviceMesh | None:

@@ -15,11 +15,12 @@ from transformers import TrainingArguments
 
 from ...errors import InvalidConfig, PackingError
 from ...packing import MINIBATCH, STEP, Strategy
+from ...runtime.override import set_inside
 from ...versions import installed_version
 from ..common.config import CommonConfig, require_recutting
 from ..common.dataset import tell_counts
 from ..common.image_examples import why_images_stay
-from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
+from ..common.model_loading import load_as_asked, named, output_dir, require_trained, telling_of_targets
 from ..common.parallelism import require_same_documents
 from ..common.preflight import require_run
 from ..common.resuming import identity
@@ -85,9 +86,11 @@ class PackedPreference(RecutSteps):
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         self.packing_reports = {}
         given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
+        loading = set_inside(settled, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
         given["args"] = settled
-        with telling_of_targets(given["model"], settled):
+        with telling_of_targets(given["model"], settled), loading:
             super().__init__(**given)
+        require_trained(self.model, given)
         scales_losses, own_optimizer = self.accelerator.scaler is not None, self.optimizer is not None
         refuse_precision(self.model, settled, scales_losses=scales_losses, own_optimizer=own_optimizer)
         own_collator = given.get("data_collator") is not None
@@ -103,6 +106,7 @@ class PackedPreference(RecutSteps):
         if given.get("args") is None:
             given["args"] = self._default_config(given["model"], use_peft=False)
         super().__init__(**given)
+        require_trained(self.model, given)
 
     def _default_config(self, model: Any, **options: Any) -> Any:
         method = type(self).__name__.removeprefix("Packed").removesuffix("Trainer")

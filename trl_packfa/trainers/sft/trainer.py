@@ -47,7 +47,14 @@ from ...runtime.override import set_inside
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.flops import quadratic_weight
-from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
+from ..common.model_loading import (
+    AnyDataset,
+    EvalDataset,
+    load_as_asked,
+    output_dir,
+    require_trained,
+    telling_of_targets,
+)
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
@@ -144,13 +151,15 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         options |= load_as_asked(model, args, options, asked=asked)
+        loading = set_inside(args, model_init_kwargs=options.pop("model_init_kwargs"))  # the config is the user's
         self._packs = args.packing
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
         self._terms: PaddedTerms | None = None
-        with telling_of_targets(model, args):
+        with telling_of_targets(model, args), loading:
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
+        require_trained(self.model, options)
         self._gate = ExactnessGate(self)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)
