@@ -3,14 +3,20 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+import tiny
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from selection import in_full
-from training import FORMATS, arguments, losses, packed_trainer, trained
+from tolerance import assert_trajectory
+from training import FORMATS, arguments, losses, packed_trainer, padded_trainer, trained
+from trl import SFTConfig
 
-from trl_packfa import DataCollatorForPacking
+from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidDataset
+from trl_packfa.exactness import vocabulary_of
+from trl_packfa.patching.inspect import known_ids, known_labels
 from trl_packfa.trainers.sft.raw_dataset import measure, require_known, without_format
 
 DOCUMENTS = [{"input_ids": list(range(5, 5 + n))} for n in range(3, 20)]
@@ -69,6 +75,22 @@ def test_tokens_that_the_model_does_not_have(case, tmp_path):
         train(documents, tmp_path)
     with pytest.raises(InvalidDataset, match=rf"the batch holds token {value}, but the model has tokens 0 to 96"):
         train(documents, tmp_path, stream=True)
+
+
+def test_a_trained_head_that_is_tied_knows_its_labels(tmp_path):
+    """PEFT ties it to the embedding, and swaps the numbers of its features. The sizes are those of its weight."""
+    logs = []
+    for build, config in ((packed_trainer, PackedSFTConfig), (padded_trainer, SFTConfig)):
+        adapter = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True,
+                             task_type="CAUSAL_LM", lora_dropout=0.0)  # fmt: skip
+        model = tiny.model(layers=1, tie_word_embeddings=True)
+        trainer = build(arguments(config, tmp_path, max_steps=2), model=model, peft_config=adapter)
+        trainer.train()
+        logs.append(losses(trainer))
+    assert_trajectory(*logs)
+    head, table = trainer.model.get_output_embeddings(), trainer.model.get_input_embeddings()
+    assert head.out_features != len(head.weight) == known_labels(trainer.model) == known_ids(trainer.model)
+    assert vocabulary_of(trainer.model) == len(table.weight) == 97
 
 
 def test_the_number_is_the_users_where_documents_were_dropped_before(tmp_path):

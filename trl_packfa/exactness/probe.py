@@ -17,8 +17,8 @@ from torch import nn
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
+from ..patching.inspect import known_ids, known_labels
 from ..patching.named_models import AS_SDPA, switched_on
-from ..runtime.zero3 import whole_shape
 from .documents import Documents
 from .following import Following, Result, Run
 from .scoring import Scorer
@@ -260,13 +260,7 @@ class Arrangement:
 
 def vocabulary_of(model: Any) -> int:
     """Return the number of tokens that the model can both read and predict."""
-    head = model.get_output_embeddings()
-    sizes = [
-        whole_shape(layer.weight)[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")
-    ]
-    # 4-bit weights are flat: their layers know how many features come out
-    sizes += [head.out_features] if hasattr(head, "out_features") else []
-    return min(size for size in sizes if size > 1)
+    return min(size for size in (known_ids(model), known_labels(model)) if size > 1)
 
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:

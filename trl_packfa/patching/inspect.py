@@ -12,6 +12,7 @@ from functools import cache
 from textwrap import dedent
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModel
 from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
+from ..runtime.zero3 import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -143,13 +145,22 @@ def get_decoder_patch(decoder: nn.Module) -> Patch:
 def known_ids(model: Any) -> int:
     """Return the size of the vocabulary that a model can read."""
     # The size of the embedding table: a larger id is an index error, whatever vocabulary the config states.
-    table = model.get_input_embeddings()
-    return getattr(table, "num_embeddings", None) or model_config(model).get_text_config().vocab_size
+    return _rows(model.get_input_embeddings()) or model_config(model).get_text_config().vocab_size
 
 
 def known_labels(model: Any) -> int:
     """Return the size of the vocabulary that a model can predict."""
-    return getattr(model.get_output_embeddings(), "out_features", None) or known_ids(model)
+    return _rows(model.get_output_embeddings()) or known_ids(model)
+
+
+def _rows(layer: Any) -> int | None:
+    """Return the number of rows of an embedding or LM head, from its weight; `None` for a layer of another kind."""
+    weight = getattr(layer, "weight", None)
+    # 4-bit weights are flat.
+    shape = getattr(getattr(weight, "quant_state", None), "shape", None)
+    shape = shape or (whole_shape(weight) if isinstance(weight, torch.Tensor) else ())
+    # Not `out_features`, if there is a weight: PEFT swaps the features of a head that it ties to the embedding.
+    return shape[0] if len(shape) == 2 else getattr(layer, "out_features", getattr(layer, "num_embeddings", None))
 
 
 def forward_takes(module: nn.Module, name: str) -> bool:

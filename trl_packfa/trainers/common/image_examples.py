@@ -195,7 +195,8 @@ class ImageWeights:
         if decoder is None:
             return cls(1, 0.0, 0.0)
         inside = {module for module in decoder.modules() if isinstance(module, nn.Linear)}
-        others = [m for m in model.modules() if isinstance(m, nn.Linear) and m not in inside and m is not head]
+        of_head = set() if head is None else set(head.modules())  # PEFT's wrapper holds two, if the head is trained
+        others = [m for m in model.modules() if isinstance(m, nn.Linear) and m not in inside and m not in of_head]
         trains = any(weight.requires_grad for module in others for weight in module.parameters())
         outputs, in_decoder = [m.out_features for m in others], sum(m.out_features for m in inside)
         # A tower that is not trained keeps the outputs of one layer at a time, and has no backward.

@@ -272,11 +272,12 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
 def shape_as_loaded(model: Any) -> ModelShape:
     """Measure a loaded causal LM as it is; `parameters` is the bytes of its frozen weights over `dtype_bytes`."""
     inner, head = inner_model(model), inner_model(model).get_output_embeddings()
+    of_head = set() if head is None else set(head.modules())  # PEFT's wrapper holds two, if the head is trained
     size = model.get_input_embeddings().weight.element_size()
     linear = [
         module.in_features * module.out_features
         for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear) and module not in of_head
     ]
     adapted = next((c.r for c in getattr(model, "peft_config", {}).values() if getattr(c, "r", 0)), 0)
     kept = [p for p in model.parameters() if not (adapted and p.requires_grad)]
