@@ -230,15 +230,15 @@ def run(
 
 def count_trained(trainer):
     """Record the true tokens of this rank's packed micro-batches."""
-    found, compute_loss = [], trainer.compute_loss
+    found, run = [], trainer._run_micro_batch
 
-    def counting(model, inputs, *args, **kwargs):
+    def counting(model, inputs, *args):
         layout = inputs.get("packed_layout")
-        if layout is not None and trainer.model.training:
+        if layout is not None:
             found.append(layout.num_tokens - layout.padding)
-        return compute_loss(model, inputs, *args, **kwargs)
+        return run(model, inputs, *args)
 
-    trainer.compute_loss = counting
+    trainer._run_micro_batch = counting
     return found
 
 

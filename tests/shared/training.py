@@ -90,14 +90,15 @@ class AfterEachStep(TrainerCallback):
 
 
 def batches_of(trainer):
-    """Return a list that will hold every batch of which the trainer computes a loss."""
-    seen, compute_loss = [], trainer.compute_loss
+    """Return a list that will hold every batch that the trainer trains."""
+    # Not `compute_loss`: a trainer whose `compute_loss` is replaced trains padded rows.
+    seen, run = [], trainer._run_micro_batch
 
-    def watch(model, inputs, **options):
+    def watch(model, inputs, *args):
         seen.append(dict(inputs))
-        return compute_loss(model, inputs, **options)
+        return run(model, inputs, *args)
 
-    trainer.compute_loss = watch
+    trainer._run_micro_batch = watch
     return seen
 
 

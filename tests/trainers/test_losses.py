@@ -1,5 +1,7 @@
 """What of a batch enters a loss besides its tokens: the padded run's, or refused."""
 
+from functools import partial
+
 import pytest
 import tiny
 import torch
@@ -7,11 +9,14 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
+from torch.utils.data import DataLoader
 from training import arguments, batches_of, dataset, losses, packed_trainer
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.neftune import EmbeddingNoise
 from trl_packfa.trainers.common.batching import FREE, KEPT, TOGETHER
 from trl_packfa.trainers.common.step_cutting import Origins, how_to_cut
@@ -24,14 +29,17 @@ PLAIN = {
 
 def pair(
     tmp_path, *, strategy="step", model=lambda: tiny.model(layers=2), data=None, compute_loss_func=None, check=False,
-    **options,
+    mixin=None, late=None, **options,
 ):  # fmt: skip
+    """Train TRL's trainer and ours, or subclasses of them with `mixin`, after the change `late`."""
     options, trainers = {**PLAIN, "out": tmp_path, **options}, []
     data = data or {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5)}
     ours = {"packing_strategy": strategy, "use_peft": False, "check_packing": check}
     for cls, args in ((SFTTrainer, arguments(SFTConfig, **options)), (PackedSFTTrainer, arguments(**ours, **options))):
         given = {"processing_class": tiny.tokenizer(), "compute_loss_func": compute_loss_func, **data}
-        trainers.append(cls(model(), args, **given))
+        trainers.append((cls if mixin is None else type("Own", (mixin, cls), {}))(model(), args, **given))
+        if late is not None:
+            late(trainers[-1])
         trainers[-1].train()
     return trainers
 
@@ -149,6 +157,95 @@ def by_row(outputs, labels, num_items_in_batch=None):
     return torch.stack([by_tokens(type(outputs)(logits=x[None]), y[None]) for x, y in rows]).mean()
 
 
+class Rows:
+    """A mean over rows, which a packed row does not have."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = by_row(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Regularized:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = loss + 1e-3 * sum((p**2).sum() for p in model.parameters())
+        return (loss, None) if return_outputs else loss
+
+
+class Looking:
+    looked = 0
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.looked += inputs["labels"].numel()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Loading:
+    def get_train_dataloader(self):
+        rows = self._remove_unused_columns(self.train_dataset, "training")
+        return self.accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=self.data_collator))
+
+
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch")])
+@pytest.mark.parametrize("mixin", [Rows, Looking, Loading, *in_full(Regularized)])
+def test_a_subclass_acts_as_one_of_trls_trainer(tmp_path, mixin, strategy):
+    padded, packed = pair(tmp_path, mixin=mixin, strategy=strategy)
+    assert_same(padded, packed)
+    if mixin is Looking:
+        assert packed.looked == padded.looked > 0
+    if mixin is not Loading:  # the model computes no pads
+        assert find_state(packed.model).unpadding.pads > 0
+
+
+def test_negative_control_a_subclass_whose_rows_are_packed_trains_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedSFTTrainer, "_wants_rows", lambda self: False)
+    padded, packed = pair(tmp_path, mixin=Rows)
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(losses(packed), losses(padded))
+
+
+def test_a_subclass_whose_examples_are_named_gets_packed_rows(tmp_path):
+    trainer = packed_trainer(
+        arguments(out=tmp_path, loss_by="source"), cls=type("Own", (Looking, PackedSFTTrainer), {})
+    )
+    trainer.train()
+    assert trainer.looked > 0 and "loss/0" in trainer.state.log_history[0]
+
+
+def unscaled(trainer):
+    trainer.model_accepts_loss_kwargs = False
+
+
+def with_rows(trainer):
+    trainer.compute_loss = partial(Rows.compute_loss, trainer)
+
+
+def with_function(trainer):
+    trainer.compute_loss_func = by_micro_batch
+
+
+@pytest.mark.parametrize("late", [unscaled, with_rows, with_function])
+def test_what_changes_after_construction_acts_as_in_trls_trainer(tmp_path, late):
+    padded, packed = pair(tmp_path, late=late)
+    assert_trajectory(losses(packed), losses(padded))
+    plain, _ = pair(tmp_path) if late is unscaled else (None, None)
+    if plain is not None:  # a negative control: it is another training
+        with pytest.raises(AssertionError, match="worst step"):
+            assert_trajectory(losses(packed), losses(plain))
+
+
+def test_late_changes_that_contradict_packing_are_refused(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    trainer.compute_loss_func = by_row
+    with pytest.raises(InvalidConfig, match="compute_loss_func by_row cannot be packed"):
+        trainer.train()
+    trainer = packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=400))
+    with_rows(trainer)
+    with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=400 has no effect"):
+        trainer.train()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("loss_func", [by_tokens, by_micro_batch])
 def test_a_users_loss_is_given_the_padded_runs_micro_batches(tmp_path, loss_func):
@@ -167,18 +264,17 @@ def test_a_users_loss_of_rows_is_refused(tmp_path):
 
 def loudest(trainer):
     """By row of a training run, the ids that are no padding and the largest noise of each."""
-    table, found, step = trainer.model.get_input_embeddings(), [], trainer.training_step
+    table, found = trainer.model.get_input_embeddings(), []
 
     def watch(module, inputs, output):
         noise = (output - module.weight[inputs[0]]).detach().abs().amax(dim=-1)
         found.extend((ids[ids != 0], row[ids != 0]) for ids, row in zip(inputs[0], noise, strict=True))
 
-    def training_step(*args, **kwargs):
-        if not watching:  # after the hook that makes the noise
-            watching.append(table.register_forward_hook(watch))
-        return step(*args, **kwargs)
+    class Watching(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):  # after the callback that sets the hook that makes the noise
+            table.register_forward_hook(watch)
 
-    watching, trainer.training_step = [], training_step
+    trainer.add_callback(Watching())
     trainer.train()
     return found
 

@@ -7,8 +7,8 @@ import pytest
 import tiny
 import torch
 import trl
-from selection import in_full
-from training import lora_config
+from selection import exhaustive
+from training import arguments, lora_config
 from trl_trainers import (
     ALL_PACKED,
     PACKED,
@@ -74,9 +74,12 @@ def moved(make, kind, out, how="optimizer", **options):
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
 
-@pytest.mark.parametrize("how", ["optimizer", *in_full("groups", "iterator", "both", "schedule")])
+@pytest.mark.parametrize("kind, how", [
+    *((kind, "optimizer") for kind in ALL_PACKED),
+    ("sft", "groups"), ("sft", "iterator"),  # TRL's trainers of pairs take no class of an optimizer
+    *exhaustive(("sft", "both"), ("sft", "schedule"), ("dpo", "both")),
+])  # fmt: skip
 @pytest.mark.parametrize("make", [plain, build_packed], ids=["plain", "packed"])
-@pytest.mark.parametrize("kind", ALL_PACKED)
 def test_an_optimizer_of_the_models_parameters_keeps_the_default_adapter_away(kind, make, how, tmp_path, caplog):
     own = {} if make is plain else {"use_peft": True}
     trained = moved(make, kind, tmp_path, how, **own)
@@ -90,7 +93,7 @@ def test_an_optimizer_of_which_nothing_trains_is_refused(kind, tmp_path):
         with pytest.raises(InvalidConfig, match="and none of them trains"):
             moved(make, kind, tmp_path, lora=True)
     foreign = torch.optim.SGD(tiny.model(layers=2).parameters(), lr=0.1)
-    with pytest.raises(InvalidConfig, match="holds 21 parameters, and none of them trains"):
+    with pytest.raises(InvalidConfig, match="holds 29 parameters, and none of them trains"):
         build_packed(kind, tmp_path, use_peft=True, reference=False, given={"optimizers": (foreign, None)})
 
 
@@ -101,6 +104,20 @@ def test_negative_control_an_optimizer_of_the_adapter_trains(tmp_path):
     build_packed("sft", tmp_path, model=model, given={"optimizers": (torch.optim.SGD(adapter, lr=0.1), None)})
     given = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
     assert hasattr(build_packed("sft", tmp_path, use_peft=True, given=given).model, "peft_config")
+
+
+@pytest.mark.parametrize("kind", ALL_PACKED)
+def test_a_config_is_used_twice_and_changed_between(kind, tmp_path):
+    """A sweep in a notebook: the trainer writes nothing of its own into the config that it is passed."""
+    model = classifier() if kind == "reward" else tiny.model(layers=1)
+    model.save_pretrained(tmp_path / "model")
+    args = arguments(getattr(trl_packfa, ALL_PACKED[kind] + "Config"), tmp_path)
+    given = {"model": str(tmp_path / "model"), "config": lambda *_, **__: args, "reference": False}
+    for dtype in ("float32", "bfloat16"):
+        args.dtype = dtype
+        trainer = build_packed(kind, tmp_path, **given)
+        assert trainer.args is args and args.model_init_kwargs is None
+        assert trainer.model.get_input_embeddings().weight.dtype is getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -118,7 +118,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
 
     for name in ("evaluate", "_save_checkpoint"):
         monkeypatch.setattr(SFTTrainer, name, slowly(getattr(SFTTrainer, name), 1000.0))
-    trainer.training_step = slowly(trainer.training_step, 2.0)
+    monkeypatch.setattr(SFTTrainer, "training_step", slowly(SFTTrainer.training_step, 2.0))
     trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
     logs = logs_of(trainer)

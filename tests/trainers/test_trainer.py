@@ -194,6 +194,16 @@ def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
     assert (seen[0].label_ids == seen[1].label_ids).all()
 
 
+def test_metrics_that_are_set_after_construction_get_rows(tmp_path):
+    shapes, given = [], {"eval_dataset": dataset(6, seed=5)}
+    for build, config in ((packed_trainer, PackedSFTConfig), (padded_trainer, SFTConfig)):
+        trainer = build(arguments(config, tmp_path), **given)
+        trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        shapes.append(trainer.evaluate()["eval_rows"])
+    assert shapes == [6, 6]
+
+
 def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path), eval_dataset={"a": dataset(5, seed=1), "b": dataset(5, seed=2)})
     assert {"eval_a_loss", "eval_b_loss"} <= trainer.evaluate().keys()

@@ -208,8 +208,8 @@ def load_as_asked(
         if held := _held(model, optimized(given)):
             adapter = None
             logger.warning(
-                "trl-packfa: no LoRA adapter is added: the optimizer that was passed holds %d of the model's parameters, "
-                "and an adapter would freeze them.", held,
+                "trl-packfa: no LoRA adapter is added: the optimizer that was passed holds %d of the model's "
+                "parameters, and an adapter would freeze them.", held,
             )  # fmt: skip
         elif adapter is not None:
             if task is not None:

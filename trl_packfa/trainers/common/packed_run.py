@@ -42,7 +42,7 @@ from .image_rows import NamingCollator, NumberedRows, look_at_images
 from .model_loading import named
 from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
-from .step_cutting import Slot
+from .step_cutting import Documents, Slot, keep_padded
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -53,6 +53,10 @@ logger = get_logger(__name__)
 
 # With an underscore, because transformers leaves such files out when it uploads the folder.
 LOCK = "_training.lock"
+
+
+# Methods of the Trainer that get a micro-batch. What a user's own one makes of it may depend on the examples in it.
+HOOKS = ("compute_loss", "training_step", "get_batch_samples")
 
 
 class PackedRun(Base):
@@ -122,6 +126,16 @@ class PackedRun(Base):
         )  # fmt: skip
         pad(model)
 
+    def replaced(self, *names: str) -> str:
+        """Describe the first of these methods that a subclass or a late change has replaced; `""` if none was."""
+        ours = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl_packfa."))
+        found = (n for n in names if n in vars(self) or getattr(type(self), n) is not getattr(ours, n))
+        return next((f"{name} of {type(self).__name__} is not TRL's" for name in found), "")
+
+    def _why_kept(self) -> str:
+        """Return the reason why micro-batches stay as in the padded run, as the trainer is now; `""` if none."""
+        return self.replaced(*HOOKS)
+
     # Data ------------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
@@ -143,6 +157,8 @@ class PackedRun(Base):
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
         if not batches:
             return [], None
+        if not isinstance(batches[0], Documents):  # of a user's own loader
+            return batches, self._get_num_items_in_batch(batches, device)
         slot = self._cutter.cut(batches, self.data_collator)
         return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
 
@@ -177,6 +193,7 @@ class PackedRun(Base):
             [`InvalidConfig`]: if there is no whole checkpoint to resume from, if the named folder is no checkpoint or
                 its files have changed, or if it is from a run on other data or labels, or with another adapter.
         """
+        self._settle_late()
         self._resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
         saves = self.args.should_save and self.args.save_strategy != "no"  # otherwise no file can be damaged
         with self._before_training(), only_run_in(self.args.output_dir) if saves else nullcontext():
@@ -199,6 +216,12 @@ class PackedRun(Base):
         # Otherwise TRL would count from 0 again.
         self._total_train_tokens = progress.get("num_tokens", 0)
         return checkpoint
+
+    def _settle_late(self) -> None:
+        """Settle again what may have changed since construction. Stock trainers read it when they use it."""
+        if self._cutter is not None and (why := self._why_kept()):
+            keep_padded(self.args, why)
+            self._cutter = None
 
     def _before_training(self) -> AbstractContextManager[Any]:
         """Return the context in which TRL trains."""

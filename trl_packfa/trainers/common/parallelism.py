@@ -172,8 +172,8 @@ def row_group(args: CommonConfig, accelerator: Accelerator) -> DeviceMesh | None
     return mesh[_SAME_BATCHES] if args.sequence_parallel > 1 else None
 
 
-def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
-    """Refuse arguments with which ranks cannot share rows."""
+def refuse_sharded_rows(args: CommonConfig, *, own_loss: str) -> None:
+    """Refuse arguments with which ranks cannot share rows. `own_loss` names the user's own loss, if there is one."""
     size, world = args.sequence_parallel, args.world_size
     if size == 1:
         return
@@ -200,7 +200,7 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
             args.share_prefixes,
             "a prefix is computed once by a process that holds the whole row",
         ),
-        "compute_loss_func": (own_loss, "no process has the logits of the whole row"),
+        own_loss or "compute_loss_func": (own_loss, "no process has the logits of the whole row"),
         "label_smoothing_factor": (args.label_smoothing_factor, "no process has the logits of the whole row"),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "its noise was not measured on parts of a row"),
         "train_sampling_strategy='group_by_length'": (

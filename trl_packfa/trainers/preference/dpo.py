@@ -52,7 +52,8 @@ class PackedDPOTrainer(PackedPreference, DPOTrainer):
 
     All arguments are TRL's. A plain `DPOConfig` or `TrainingArguments` is read as a [`PackedDPOConfig`]. A model given
     by name is loaded with the config's `dtype`, `attn_implementation` and quantization. The trainer adds a LoRA
-    adapter, except if the model already has one, if `peft_config` is given, or with `use_peft=False`.
+    adapter, except if the model already has one, if `peft_config` is given, with `use_peft=False`, or if an optimizer
+    is passed that holds parameters of the model.
 
     Attributes:
         packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.

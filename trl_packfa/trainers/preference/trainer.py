@@ -122,16 +122,8 @@ class PackedPreference(RecutSteps):
             self.cut_reason = "the pairs of a stream are not known before they are read"
         elif own_collator:
             self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
-        elif type(self).compute_loss is not PackedPreference.compute_loss:
-            self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
-        elif getattr(self, "aux_loss_enabled", False):
-            self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
-        elif self._is_vision_dataset and (why := why_images_stay(self.model, self.neftune_noise_alpha)):
-            self.cut_reason = why
-        elif self.neftune_noise_alpha is not None and runs_by_document(self.model):
-            self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
-            self.cut_reason = self._why_not_cut()
+            self.cut_reason = self._why_kept()
         if self.cut_reason:
             keep_padded(self.args, self.cut_reason)
         elif self._is_vision_dataset:
@@ -139,6 +131,17 @@ class PackedPreference(RecutSteps):
         else:
             self._cutter = PairCutter(self, rows=self._rows)
             require_same_documents(self.accelerator, self._cutter.tokens)
+
+    def _why_kept(self) -> str:
+        if hook := super()._why_kept():
+            return hook
+        if getattr(self, "aux_loss_enabled", False):
+            return "the routers' auxiliary loss is computed over each padded micro-batch"
+        if self._is_vision_dataset and (why := why_images_stay(self.model, self.neftune_noise_alpha)):
+            return why
+        if self.neftune_noise_alpha is not None and runs_by_document(self.model):
+            return "NEFTune's noise depends on the padded row, but the backbone runs document by document"
+        return self._why_not_cut()
 
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""

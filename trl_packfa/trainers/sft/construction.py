@@ -47,7 +47,7 @@ def settle_arguments(
             packed, compute_metrics=given["compute_metrics"], own_loss=given["compute_loss_func"] is not None
         )
         refuse_setup(packed, model, given["peft_config"], carries="document boundaries", batches="packed batches")
-        refuse_sharded_rows(packed, own_loss=given["compute_loss_func"] is not None)
+        refuse_sharded_rows(packed, own_loss="" if given["compute_loss_func"] is None else "compute_loss_func")
         for name, dataset in datasets:
             refuse_data(dataset, name=name)
         if packed.strategy.recuts_steps and isinstance(given["train_dataset"], IterableDataset):

@@ -43,11 +43,11 @@ _SHOWN = 400
 class PackedData:
     """The datasets of a run, and the batches that are made of them.
 
-    With `packs_eval` evaluation batches are packed too. They are padded for metrics, which need logits per example.
-    `padding_collator` is a copy of TRL's own collator, once the model is known.
+    `packs_eval` tells whether evaluation batches are packed, too, as the trainer is now. `padding_collator` is a copy
+    of TRL's own collator, once the model is known.
     """
 
-    def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
+    def __init__(self, args: PackedSFTConfig, *, packs_eval: Callable[[], bool]) -> None:
         self.args, self.packs_eval = args, packs_eval
         self.reports: dict[str, PackingReport] = {}  # by dataset name
         self.sampler: PackedBatchSampler | None = None  # of filled rows, once the loader has made it
@@ -73,7 +73,7 @@ class PackedData:
         fills_rows, limits = self._fills_rows(name), self._limits(name)
         # Rows that were packed before stay whole as examples of a step. For filled rows and padded batches they are
         # taken apart into documents.
-        padded = name != "train" and (not self.packs_eval or isinstance(dataset, IterableDataset))
+        padded = name != "train" and (not self.packs_eval() or isinstance(dataset, IterableDataset))
         if padded or (fills_rows and not args.expand_turns):
             dataset = take_apart(dataset, name=name)
         if isinstance(dataset, IterableDataset):

@@ -31,7 +31,7 @@ from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.image_examples import OwnCutter, why_images_stay
 from ..common.image_rows import Example, image_columns
-from ..common.packed_run import PackedRun
+from ..common.packed_run import HOOKS, PackedRun
 from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
@@ -136,12 +136,19 @@ class TrainsOnImages(PackedRun, SFTTrainer):
         )
         if cut != FREE:
             return why
+        if hook := self.replaced(*HOOKS):
+            return hook
         weighted = args.loss_type == "nll" and not args.label_smoothing_factor and args.loss_weighting == "token"
         if not (self.model_accepts_loss_kwargs or weighted):
             return "the model's forward takes no num_items_in_batch, and the loss is not a sum over trained tokens"
         if own_collator:
             return "data_collator makes the batches, and they may depend on which examples are together"
         return why_images_stay(self.model, self.neftune_noise_alpha)
+
+    def _why_kept(self) -> str:
+        if isinstance(self._cutter, ImageCutter):
+            return self._why_images_stay(own_collator=False)
+        return super()._why_kept()
 
     def prove_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""
@@ -169,7 +176,7 @@ class ImageCutter(OwnCutter):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self.counts_tokens: bool = trainer.model_accepts_loss_kwargs
+        self.trainer = trainer
         self.free_budget = self.asked  # without one: that of the last step
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -186,7 +193,7 @@ class ImageCutter(OwnCutter):
         micro_batches = [*[idle] * first, *(merge([cut.examples[i] for i in part]) for part in cut.parts)]
         largest = max(range(len(cut.parts)), key=lambda i: len(cut.parts[i]))
         self.sample = dict(micro_batches[first + largest]), cut.examples[cut.parts[largest][-1]].batch
-        if not self.counts_tokens:
+        if not self.trainer.model_accepts_loss_kwargs:
             trained = np.array([example.trained for example in cut.examples])
             weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):

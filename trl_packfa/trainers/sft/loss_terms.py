@@ -217,12 +217,11 @@ class PaddedTerms:
         self.balances_experts = bool(balanced.layers) and makes
         return self.balances_experts
 
-    def add_noise(self, handle: Any) -> Any:
+    def add_noise(self, handle: Any, alpha: float) -> Any:
         """Replace the Trainer's hook of NEFTune on the embedding by noise that is scaled as in padded training."""
-        assert self.args.neftune_noise_alpha is not None, "asked for noise"
         # Otherwise both hooks would add noise.
         handle.remove()
-        self.noise = EmbeddingNoise(self.args.neftune_noise_alpha)
+        self.noise = EmbeddingNoise(alpha)
         return inspect.inner_model(self.model).get_input_embeddings().register_forward_hook(self.noise)
 
 

@@ -15,7 +15,7 @@ calls the part that does the work:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,17 @@ from transformers import (
 )
 
 from ...api import patch
-from ...collator import SOURCES
+from ...collator import ROW_LENGTHS, SOURCES
+from ...errors import PackingError
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
 from ...patching.describe import describe
 from ...runtime.override import set_inside
+from ..common.batching import KEPT
 from ..common.checkpoint_files import count_batch
-from ..common.dataset import read_lengths, without_our_columns
+from ..common.dataset import read_lengths, take_apart, without_our_columns
 from ..common.flops import quadratic_weight
 from ..common.model_loading import (
     AnyDataset,
@@ -55,13 +57,13 @@ from ..common.model_loading import (
     require_trained,
     telling_of_targets,
 )
-from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
+from ..common.parallelism import refuse_sharded_rows, refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
-from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, run_slot
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, keep_padded, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import asks_for_packing, padded, refuse_once_patched, settle_arguments
+from .construction import asks_for_packing, padded, refuse_arguments, refuse_once_patched, settle_arguments
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
@@ -94,7 +96,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     All arguments are TRL's. A plain `SFTConfig` or `TrainingArguments` is read as a [`PackedSFTConfig`]. A model given
     by name is loaded with the config's `dtype`, `attn_implementation` and quantization. The trainer adds a LoRA
-    adapter, except if the model already has one, if `peft_config` is given, or with `use_peft=False`.
+    adapter, except if the model already has one, if `peft_config` is given, with `use_peft=False`, or if an optimizer
+    is passed that holds parameters of the model.
 
     Attributes:
         packing_reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
@@ -110,6 +113,11 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     # The Trainer declares these types more loosely.
     args: PackedSFTConfig
     _signature_columns: Any
+
+    # Whether TRL's own, padded rows are trained, because the user's code gets them; and what steps are cut for.
+    _pads_rows = False
+    _cut_for: Any = None
+    _cut_data: Any = None
 
     def __init__(
         self,
@@ -152,10 +160,10 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         options |= load_as_asked(model, args, options, asked=asked)
         loading = set_inside(args, model_init_kwargs=options.pop("model_init_kwargs"))  # the config is the user's
-        self._packs = args.packing
+        self._packs, self._own_collator = args.packing, data_collator is not None
         share_rows(args)
-        packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
-        self._data = PackedData(args, packs_eval=packs_eval)
+        self.compute_metrics = options["compute_metrics"]
+        self._data = PackedData(args, packs_eval=lambda: self._packs_eval)
         self._terms: PaddedTerms | None = None
         with telling_of_targets(model, args), loading:
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
@@ -183,9 +191,9 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self._head.choose(model)
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
-        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
-            patch(model, unpad=args.share_prefixes, **args.patch_options)  # prefixes are proven with padded rows
-        self._speed.sharing = unpadding_of(model)
+        self._pads_rows = self._wants_rows()
+        self._patch(unpad=args.share_prefixes)  # prefixes are proven with padded rows
+        self._speed.sharing = unpadding_of(model) if args.share_prefixes else None
         if not self.is_zero3_enabled:  # there accelerate compiles the whole model
             compile_by_layer(model, args, self.accelerator)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
@@ -193,6 +201,39 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
         refuse_once_patched(self)
+        cut = self._choose_cut()
+        self.packing_plan = self._plan(cut)
+        tell_what_fits(model, args, self.train_dataset, cut=cut)
+        self.add_callback(_RunCallback(self))
+        logger.info("trl-packfa: patched\n%s", describe(model))
+
+    def _patch(self, *, unpad: bool) -> None:
+        """Patch the model. If the user's own code gets padded rows, it computes no pads, where it can do without."""
+        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
+            try:
+                patch(self.model, unpad=unpad or self._pads_rows, **self.args.patch_options)
+            except PackingError as error:
+                if unpad or not self._pads_rows:
+                    raise
+                logger.warning("trl-packfa: pads are computed: %s", error)
+                patch(self.model, **self.args.patch_options)
+
+    def _wants_rows(self) -> bool:
+        """Tell whether the user's own code gets TRL's padded rows, because it may not be written for packed ones.
+
+        It cannot where examples are several documents, or are named, or where the user's collator makes the batches.
+        Filled rows are TRL's packed rows.
+        """
+        args, train_dataset = self.args, self.train_dataset
+        packed = args.strategy.fills_rows or args.share_prefixes or args.sequence_parallel > 1 or args.loss_by
+        if not self._why_kept() or packed or self._own_collator:
+            return False
+        return ROW_LENGTHS not in (train_dataset.column_names or list(next(iter(train_dataset), {})))
+
+    def _choose_cut(self) -> str:
+        """Choose how steps are cut by what makes the loss now; return it. A late change may have replaced it."""
+        args, hook = self.args, self._why_kept()
+        refuse_sharded_rows(args, own_loss=self.replaced("compute_loss"))
         cut, why = how_to_cut(
             args,
             balances_experts=self.aux_loss_enabled,
@@ -200,12 +241,15 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             own_loss=self.compute_loss_func is not None,
             world_size=args.data_parallel_size,
         )
-        if args.strategy.recuts_steps:
-            self._cutter = StepCutter(self, cut=cut, why=why)
-        self.packing_plan = self._plan(cut)
-        tell_what_fits(model, args, self.train_dataset, cut=cut)
-        self.add_callback(_RunCallback(self))
-        logger.info("trl-packfa: patched\n%s", describe(model))
+        if not args.strategy.recuts_steps:
+            return cut
+        settings = hook or (cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size)
+        if settings != self._cut_for or self.train_dataset is not self._cut_data:
+            self._cut_for, self._cut_data = settings, self.train_dataset
+            if hook:
+                keep_padded(args, hook)
+            self._cutter = None if hook else StepCutter(self, cut=cut, why=why)
+        return KEPT if hook else cut
 
     def _plan(self, cut: str) -> dict[str, float]:
         """Plan an epoch and log its numbers; return an empty dict for a stream, whose length is not known."""
@@ -264,11 +308,18 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
-        if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
-            return super().get_train_dataloader()
-        collator: Any = self.data_collator if self._cutter is None else Documents
-        collator = self._get_collator_with_removed_columns(collator, description="training")
-        return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
+        with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
+            if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
+                return super().get_train_dataloader()
+            collator: Any = self.data_collator if self._cutter is None else Documents
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+            return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
+
+    @property
+    def _packs_eval(self) -> bool:
+        """`True` if evaluation is packed: nothing needs a row of logits for each example."""
+        rows = self.compute_metrics is not None or bool(self.replaced("compute_loss", "prediction_step"))
+        return self._data.args.eval_packing is not False and not rows
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits.
@@ -276,8 +327,11 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         Those of a stream are padded: the Trainer counts its rows, and would weight the loss of a packed one wrongly.
         """
         named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        streamed = isinstance(self.eval_dataset if named is None else named, IterableDataset)
-        pads = self.args.packing and (streamed or not self._data.packs_eval)
+        dataset = self.eval_dataset if named is None else named
+        streamed = isinstance(dataset, IterableDataset)
+        pads = self.args.packing and (streamed or not self._packs_eval)
+        if pads and not streamed and ROW_LENGTHS in dataset.column_names:  # metrics were set after it was prepared
+            eval_dataset = take_apart(dataset, name="eval")
         collator = self._data.padding_collator if pads else self.data_collator
         with set_inside(self, data_collator=collator):
             return super().get_eval_dataloader(eval_dataset)
@@ -381,8 +435,9 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return result
 
     def _add_noise(self) -> None:
-        if self.neftune_noise_alpha is not None and self._terms is not None:
-            self.neftune_hook_handle = self._terms.add_noise(self.neftune_hook_handle)
+        # Rows that are padded have transformers' own noise.
+        if self.neftune_noise_alpha is not None and self._terms is not None and not self._pads_rows:
+            self.neftune_hook_handle = self._terms.add_noise(self.neftune_hook_handle, self.neftune_noise_alpha)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's metrics, true tokens per second, MFU, and the mean loss of each source since the last log."""
@@ -443,6 +498,17 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self._require_proof()
         with changed_already(self.model, self.args):
             yield
+
+    def _settle_late(self) -> None:
+        if not self.args.packing:
+            return super()._settle_late()
+        own_loss = self.compute_loss_func is not None
+        refuse_arguments(self.args, compute_metrics=self.compute_metrics, own_loss=own_loss)
+        refuse_once_patched(self)
+        assert self._terms is not None, "set up with packing"
+        self._terms.balances_experts = self.aux_loss_enabled
+        self._pads_rows = self._wants_rows()
+        self._choose_cut()
 
     @cached_property
     def _identity(self) -> dict[str, str]:
