@@ -1,14 +1,17 @@
-"""Tools and tool calls that a chat template leaves out are said, by `train` and by `plan`, with their share."""
+"""What a chat template leaves out is said, by `train` and by `plan`, and what it cannot render is named."""
 
 import json
 
 import pytest
 import tiny
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from training import arguments, packed_trainer
+from trl_trainers import ALL_PACKED, classifier
 
+import trl_packfa
 from trl_packfa.cli.main import main
-from trl_packfa.trainers.common.preflight import left_out_by_template
+from trl_packfa.errors import InvalidDataset
+from trl_packfa.trainers.common.preflight import holds_conversations, left_out_by_template, rendered
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "1 2", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "1"}}}
@@ -59,6 +62,67 @@ def test_other_formats_have_nothing_to_leave_out():
         assert left_out_by_template(Dataset.from_list([row]), knows()) == []
     old = {"conversations": [{"from": "user", "value": "1"}, {"from": "assistant", "value": "2"}], "tools": [TOOL]}
     assert "100% of the examples (1 of 1" in left_out_by_template(Dataset.from_list([old]), knows())[0]
+
+
+STRICT = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+ASKED, ANSWERED = ({"role": role, "content": "7 8"} for role in ("user", "assistant"))
+
+
+def in_rows(kind, odd):
+    """Return conversations of a trainer's format, of which the third begins as `odd`."""
+    begins = [[ASKED], [ASKED], odd, [ASKED], [ASKED]]
+    if kind == "sft":
+        return [{"messages": [*begin, ANSWERED]} for begin in begins]
+    if kind == "kto":
+        return [{"prompt": begin, "completion": [ANSWERED], "label": i % 2 == 0} for i, begin in enumerate(begins)]
+    return [{"prompt": begin, "chosen": [ANSWERED], "rejected": [ANSWERED]} for begin in begins]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["dataset", "stream"])
+@pytest.mark.parametrize("kind", ALL_PACKED)
+def test_a_conversation_that_the_template_refuses_is_named(kind, stream, tmp_path):
+    def build_on(odd):
+        trainer, config = (getattr(trl_packfa, ALL_PACKED[kind] + what) for what in ("Trainer", "Config"))
+        model = classifier() if kind == "reward" else tiny.model(layers=1)
+        tokenizer, data = tiny.tokenizer(), Dataset.from_list(in_rows(kind, odd))
+        tokenizer.chat_template = STRICT
+        args = arguments(config, tmp_path, use_peft=True, check_packing=False, max_steps=2)
+        data = data.to_iterable_dataset() if stream else data
+        return trainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+
+    said = r"conversation 2 of the train dataset .* its roles are assistant(.|\n)*must alternate(.|\n)*filter it out"
+    with pytest.raises(InvalidDataset, match=said):
+        build_on([ANSWERED]).train()
+    build_on([ASKED])
+
+
+def test_roles_that_a_template_may_not_know_are_told():
+    rows = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+    (line,) = left_out_by_template(Dataset.from_list([{"conversations": rows}]), knows())
+    assert "Rename the roles: 'human' to 'user', 'gpt' to 'assistant'" in line
+
+
+def test_looking_at_a_stream_leaves_the_users_messages_alone():
+    row = {"conversations": [{"from": "user", "value": "1"}, {"from": "assistant", "value": "2"}]}
+    stream = IterableDataset.from_generator(lambda: iter([row]))
+    assert holds_conversations(stream) and left_out_by_template(stream, knows()) == []
+    assert row["conversations"][0] == {"from": "user", "value": "1"}
+
+
+@pytest.mark.parametrize("messages, why", [
+    ([], "'messages' holds no message"),
+    ([{"content": "7"}], "a message has no 'role'"),
+    ([ASKED], "no message has the role 'assistant'"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_conversation(messages, why):
+    with pytest.raises(InvalidDataset, match=f"conversation 5 of the train dataset(.|\n)*{why}"):
+        rendered({"messages": messages}, 5, name="train", tokenizer=tiny.tokenizer(), assistant=True)
+    assert rendered({"messages": [ASKED, ANSWERED]}, 5, name="train", tokenizer=tiny.tokenizer(), assistant=True) == {}
+    assert rendered({"text": "7"}, 5, name="train", tokenizer=tiny.tokenizer()) == {}
 
 
 def test_the_trainer_and_the_plan_say_so(tmp_path, caplog, capsys):

@@ -281,6 +281,32 @@ def test_data_without_turns_is_refused(tmp_path):
         expanded(tmp_path, data=quiet)
 
 
+@pytest.mark.parametrize("before", ["", "{{ 'system 1 </s> ' }}"], ids=["alone", "after a default"])
+def test_an_assistant_that_opens_the_conversation_trains_its_words(before):
+    """transformers renders no empty history. The generation prompt is found in the rendered turn."""
+    opening = [{"role": "assistant", "content": "8 9"}, *conversation(0, turns=1)]
+    expander = TurnExpander(tokenizer(before + DROPS_THOUGHTS), chat_template=None)
+    made = expander.expand(Dataset.from_list([{"messages": opening}]), name="train", num_proc=None)
+    trained = [tokenizer().decode([token for token in labels if token != -100]) for labels in made["labels"]]
+    assert trained[0] == "8 9 </s>" and len(trained) == 2 and trained[1].endswith("</s>")
+    silent = (
+        "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}{% if add_generation_prompt %}go {% endif %}"
+    )
+    with pytest.raises(InvalidDataset, match="conversation 0: the chat template renders the messages before turn 0"):
+        TurnExpander(tokenizer(silent), chat_template=None).expand(
+            Dataset.from_list([{"messages": opening}]), name="train", num_proc=None
+        )
+
+
+def test_roles_of_another_format_are_named_with_the_remedy(tmp_path):
+    rows = [{"from": "human", "value": "7"}, {"from": "gpt", "value": "8"}]
+    data = Dataset.from_list([{"conversations": rows}] * 4)
+    with pytest.raises(
+        InvalidDataset, match=r"its roles are human, gpt(.|\n)*'human' to 'user', 'gpt' to 'assistant'"
+    ):
+        expanded(tmp_path, data=data)
+
+
 def test_a_template_whose_history_changes_is_refused(tmp_path):
     counting = "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS
     with pytest.raises(InvalidDataset, match=r"conversation 0: .* before turn 1 in another way"):

@@ -10,6 +10,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,8 +26,9 @@ from transformers.utils import is_flash_attn_2_available
 from trl import is_conversational, maybe_convert_to_chatml
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ...errors import InvalidConfig, MissingPackage
+from ...errors import InvalidConfig, InvalidDataset, MissingPackage, PackingError
 from .config import CommonConfig
+from .dataset import AnyDataset
 from .hub import missing_path
 from .model_loading import named
 
@@ -201,14 +203,16 @@ def left_out_by_template(
     dataset: Dataset | IterableDataset, processing_class: Any, chat_template: str | None = None
 ) -> list[str]:
     """Describe content that the template ignores, with the share of examples, each rendered with and without it."""
-    looked_at = 0
+    looked_at, roles = 0, dict[str, None]()
     left_out = {"tools": 0, "tool calls": 0}
-    for example in _some(dataset):
+    for example in map(as_chatml, _some(dataset)):
         looked_at += 1
+        roles |= dict.fromkeys(_roles(example))
         for name, ignored in _ignored(example, processing_class, chat_template).items():
             left_out[name] += ignored
     lost = {"tools": "the tools that it may call", "tool calls": "the assistant's calls and has empty turns instead"}
-    return [
+    told = [f"the chat template may not know all roles of the conversations. {rename_advice(roles)}"]
+    return told * bool(rename_advice(roles)) + [
         f"the chat template ignores {name}: in {count / looked_at:.0%} of the examples ({count} of {looked_at} looked "
         f"at) the trained text lacks {lost[name]}. Use the model's own template, or chat_template_path."
         for name, count in left_out.items()
@@ -216,11 +220,90 @@ def left_out_by_template(
     ]
 
 
+def as_chatml(example: Any) -> dict[str, Any]:
+    """Return an example with `role` and `content` in its messages."""
+    # A stream's messages may be the user's own objects.
+    return maybe_convert_to_chatml(copy.deepcopy(dict(example)))
+
+
+# Columns that hold messages.
+_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
+# The roles of ShareGPT's format. TRL renames its keys, but not its roles.
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+
+
+def _roles(example: Any) -> list[str]:
+    """List the roles of an example's messages, in their order, each message once."""
+    lists = (example.get(column) for column in _MESSAGES)
+    held = [message for messages in lists if isinstance(messages, list) for message in messages]
+    return [str(message.get("role")) if isinstance(message, dict) else repr(message) for message in held]
+
+
+def rename_advice(roles: Iterable[str]) -> str:
+    """Say how to rename the roles of ShareGPT's format among these; `""` if there are none."""
+    found = [f"'{role}' to '{_SHARE_GPT[role]}'" for role in dict.fromkeys(roles) if role in _SHARE_GPT]
+    return f"Rename the roles: {', '.join(found)}." if found else ""
+
+
+@contextmanager
+def naming_conversations(dataset: AnyDataset, *, name: str, **options: Any) -> Iterator[None]:
+    """Turn an error of the chat template into one that names the conversation. `options` are those of [`rendered`]."""
+    try:
+        yield
+    except PackingError:
+        raise
+    except Exception:  # a template can raise anything
+        if isinstance(dataset, Dataset):
+            for number, example in enumerate(dataset):
+                rendered(example, number, name=name, **options)
+        raise
+
+
+def named_conversations(dataset: AnyDataset, *, name: str, **options: Any) -> AnyDataset:
+    """Return a stream whose conversations are tried as they are read; a `Dataset` is returned as it is."""
+    if isinstance(dataset, Dataset) or not holds_conversations(dataset):
+        return dataset
+    return dataset.map(rendered, with_indices=True, fn_kwargs={"name": name, **options})
+
+
+def rendered(
+    example: Any, number: int, *, name: str, tokenizer: Any, chat_template: str | None = None, assistant: bool = False
+) -> dict[str, Any]:
+    """Refuse a conversation that the chat template cannot render, or, for `assistant`, that has no assistant's turn.
+
+    Returns an empty dict, which adds no column.
+    """
+    example = as_chatml(example)
+    roles, empty = _roles(example), [column for column in _MESSAGES if example.get(column) == []]
+    if "input_ids" in example or not (roles or empty):
+        return {}
+    before = example["prompt"] if isinstance(example.get("prompt"), list) else []
+    after = [example[column] for column in _MESSAGES if column != "prompt" and isinstance(example.get(column), list)]
+    why = f"'{empty[0]}' holds no message" if empty else "a message has no 'role'" if "None" in roles else ""
+    options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
+    try:
+        tools = example.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        for messages in [] if why else after or [[]]:
+            tokenizer.apply_chat_template([*before, *messages], tools=tools, **options)
+    except Exception as error:
+        why = f"the chat template: {str(error) or repr(error)}".partition("\n")[0]
+    if not why and assistant and "assistant" not in roles:
+        why = "no message has the role 'assistant'"
+    if why:
+        raise InvalidDataset(
+            f"conversation {number} of the {name} dataset cannot be trained; its roles are {', '.join(roles)}.",
+            why=[why],
+            do=rename_advice(roles) or "Mend it, filter it out, or use a chat template that allows it.",
+        )
+    return {}
+
+
 def holds_conversations(dataset: Dataset | IterableDataset) -> bool:
     """Tell whether a dataset's first example has messages, which need a chat template."""
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
-    example = maybe_convert_to_chatml(dict(next(iter(dataset), {})))
+    example = as_chatml(next(iter(dataset), {}))
     if "input_ids" in example or [] in example.values():  # TRL would fail on an empty list of messages
         return False
     return is_conversational(example)
@@ -237,7 +320,6 @@ def _some(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
 
 def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str | None) -> dict[str, bool]:
     """Tell, for tools and for tool calls, whether the example has them and its text is the same without them."""
-    example = maybe_convert_to_chatml(dict(example))
     if "input_ids" in example or not is_conversational(example):
         return {}
     messages = example["messages"] if "messages" in example else [*example["prompt"], *example["completion"]]

@@ -22,7 +22,7 @@ from ..common.dataset import tell_counts
 from ..common.image_examples import why_images_stay
 from ..common.model_loading import load_as_asked, named, output_dir, require_trained, telling_of_targets
 from ..common.parallelism import require_same_documents
-from ..common.preflight import require_run
+from ..common.preflight import named_conversations, naming_conversations, require_run
 from ..common.resuming import identity
 from ..common.step_cutting import keep_padded
 from ..common.validation import (
@@ -152,11 +152,14 @@ class PackedPreference(RecutSteps):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """Let TRL tokenize a dataset, then cut it ourselves to count every dropped pair and token."""
         by_trl: Callable[..., Any] = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainers
+        options: Any = {"name": dataset_name, "tokenizer": processing_class}
         if not self._packs or not isinstance(dataset, Dataset):  # TRL's collator cuts a stream
-            return by_trl(dataset, processing_class, args, dataset_name)
+            with naming_conversations(dataset, **options):
+                return by_trl(named_conversations(dataset, **options), processing_class, args, dataset_name)
         uncut = copy.copy(args)
         uncut.max_length = None
-        tokenized = by_trl(dataset, processing_class, uncut, dataset_name)
+        with naming_conversations(dataset, **options):
+            tokenized = by_trl(dataset, processing_class, uncut, dataset_name)
         kept, report = plan_pairs(
             tokenized, self._rows, max_length=args.max_length, policy=args.overflow, name=dataset_name
         )

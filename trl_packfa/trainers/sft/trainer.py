@@ -58,7 +58,7 @@ from ..common.model_loading import (
     telling_of_targets,
 )
 from ..common.parallelism import refuse_sharded_rows, refuse_short_rows, require_same_documents, share_rows
-from ..common.preflight import left_out_by_template
+from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
 from ..common.resuming import identity
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, keep_padded, run_slot
 from ..common.validation import refuse_precision
@@ -287,13 +287,18 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
             logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
         by_trl = super()._prepare_dataset
+        options: Any = {"name": dataset_name, "tokenizer": processing_class, "chat_template": self.chat_template,
+                        "assistant": args.assistant_only_loss}  # fmt: skip
+        dataset = dataset if formatting_func is not None else named_conversations(dataset, **options)
         if not args.packing:
-            return by_trl(dataset, processing_class, args, packing, formatting_func, dataset_name)
+            with naming_conversations(dataset, **options):
+                return by_trl(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
         def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
-            given = without_our_columns(dataset)
-            given = self._data.expand(given, self._tokenizer, self.chat_template, name=dataset_name)
-            return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
+            with naming_conversations(dataset, **options):
+                given = without_our_columns(dataset)
+                given = self._data.expand(given, self._tokenizer, self.chat_template, name=dataset_name)
+                return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
 
         return self._data.prepare(tokenize, name=dataset_name)
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
-from trl import is_conversational, maybe_convert_to_chatml
+from trl import is_conversational
 
 from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidDataset
 from ...layout.prefix_tree import common_length
 from ...packing import PackingReport
 from ..common.dataset import AnyDataset, cut_some, split_tree, tree_columns
+from ..common.preflight import as_chatml, rename_advice
 
 # Column with the number of an example's conversation, until its examples are one row.
 CONVERSATION = "trl_packfa_conversation"
@@ -83,19 +84,23 @@ class TurnExpander:
 
     def _turns(self, conversation: dict[str, Any], index: int) -> Iterator[tuple[list[int], int]]:
         """Yield the tokens of each assistant turn with its history, and where the turn begins."""
-        messages = maybe_convert_to_chatml(conversation)["messages"]
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = as_chatml(conversation)["messages"]
+        roles = [message["role"] for message in messages]
+        turns = [i for i, role in enumerate(roles) if role == "assistant"]
         if not turns:
             raise InvalidDataset(
-                f"conversation {index} has no assistant turn, so there is nothing to train on.", do="Filter it out."
+                f"conversation {index} has no assistant turn, so there is nothing to train on.",
+                why=[f"its roles are {', '.join(roles)}"],
+                do=rename_advice(roles) or "Filter it out.",
             )
         render = self._renderer(conversation)
         for turn in turns:
             whole = render(messages[: turn + 1])
-            start = common_length(np.array(render(messages[:turn], add_generation_prompt=True)), np.array(whole))
+            prompt = render(messages[:turn], add_generation_prompt=True) if turn else _opening(render, whole)
+            start = common_length(np.array(prompt), np.array(whole))
             # Some templates end the prompt in another way than the whole conversation goes on, and TRL too begins the
             # completion where they differ. But the history itself must be the same.
-            if start == len(whole) or start < len(render(messages[:turn])):
+            if start == len(whole) or (turn and start < len(render(messages[:turn]))):
                 raise InvalidDataset(
                     f"conversation {index}: the chat template renders the messages before turn {turn} in another way "
                     "once the turn is there.",
@@ -124,9 +129,22 @@ class TurnExpander:
         return render
 
 
+def _opening(render: Render, whole: list[int]) -> list[int]:
+    """Return the tokens before the first message's text, if the assistant opens the conversation.
+
+    transformers renders no empty conversation. So the prompt for an answer is taken from another conversation, and
+    found in this one, after what the template may put before it.
+    """
+    other = [{"role": "user", "content": "."}]
+    asks = render(other, add_generation_prompt=True)[len(render(other)) :]
+    places = (i for i in range(len(whole) - len(asks)) if whole[i : i + len(asks)] == asks)
+    place = next(places, None) if asks else 0
+    return whole if place is None else whole[: place + len(asks)]  # all of it is refused
+
+
 def require_conversations(dataset: AnyDataset, *, name: str) -> None:
     """Refuse a dataset whose first example has no `messages`."""
-    example = maybe_convert_to_chatml(dict(next(iter(dataset))))
+    example = as_chatml(next(iter(dataset)))
     if "input_ids" in example or "messages" not in example or not is_conversational(example):
         raise InvalidDataset(
             f"expand_turns=True, but the {name} dataset has no conversations in 'messages'.",
