@@ -240,6 +240,9 @@ def test_late_changes_that_contradict_packing_are_refused(tmp_path):
     trainer.compute_loss_func = by_row
     with pytest.raises(InvalidConfig, match="compute_loss_func by_row cannot be packed"):
         trainer.train()
+    trainer.compute_loss_func, trainer.args = None, arguments(out=tmp_path)
+    with pytest.raises(InvalidConfig, match=r"trainer\.args was replaced after construction"):
+        trainer.train()
     trainer = packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=400))
     with_rows(trainer)
     with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=400 has no effect"):

@@ -128,6 +128,35 @@ def test_an_own_collator_or_loss_is_not_cut(tmp_path):
     assert "compute_loss of Own is not TRL's" in build_packed("dpo", tmp_path, cls=Own).cut_reason
 
 
+def looking(cls):
+    """Return a subclass whose training steps look into their batches."""
+
+    class Own(cls):
+        looked = 0
+
+        def training_step(self, model, inputs, *args, **kwargs):
+            self.looked += inputs["completion_mask"].numel()
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    return Own
+
+
+def test_an_own_step_or_a_late_change_gets_the_padded_runs_micro_batches(tmp_path):
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    expected, stock = run(build, "dpo", tmp_path, cls=looking(trl.DPOTrainer), **options)
+    logs, ours = run(build_packed, "dpo", tmp_path, cls=looking(PackedDPOTrainer), **options)
+    assert not beyond(expected, logs) and ours.looked == stock.looked > 0
+    assert "training_step of Own is not TRL's" in ours.cut_reason
+
+    def late(make):
+        trainer = make("dpo", tmp_path, **options)
+        trainer.loss_types = ["aot"]
+        return train(trainer), trainer
+
+    (expected, _), (logs, ours) = late(build), late(build_packed)
+    assert not beyond(expected, logs) and "sorts the log-ratios" in ours.cut_reason
+
+
 def test_resuming_is_exact(tmp_path):
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lora": True, **ACCUMULATED}
     logs, _ = run(build_packed, "dpo", tmp_path, **saving)

@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from datasets import DatasetDict, IterableDatasetDict
 from peft import PeftModel
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
@@ -204,14 +205,11 @@ def load_as_asked(
         if args.packing:
             refuse_quantization(quantization or loading.get("quantization_config"))
     if adapter is None and not isinstance(model, PeftModel) and args.use_peft:
-        adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
-        if held := _held(model, optimized(given)):
-            adapter = None
-            logger.warning(
-                "trl-packfa: no LoRA adapter is added: the optimizer that was passed holds %d of the model's "
-                "parameters, and an adapter would freeze them.", held,
-            )  # fmt: skip
-        elif adapter is not None:
+        if why := _why_as_it_is(model, optimized(given)):
+            logger.warning("trl-packfa: no LoRA adapter is added: %s.", why)
+        else:
+            adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
+        if adapter is not None:
             if task is not None:
                 adapter.task_type = task
             if not isinstance(asked, type(args)):  # the user passed no config of ours
@@ -222,6 +220,19 @@ def load_as_asked(
                     type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
                 )  # fmt: skip
     return {"model_init_kwargs": loading, "quantization_config": quantization, "peft_config": adapter}
+
+
+def _why_as_it_is(model: Any, optimizer: list[nn.Parameter]) -> str:
+    """Return the reason why a model gets no default adapter: what the user has built on it; `""` if there is none."""
+    if held := _held(model, optimizer):
+        return (
+            f"the optimizer that was passed holds {held} of the model's parameters, and an adapter would freeze them"
+        )
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        return f"{type(model).__name__} is around the model, and an adapter inside of it is not known to it"
+    if isinstance(model, nn.Module) and any(isinstance(p, DTensor) for p in model.parameters()):
+        return "the model's weights are sharded, and those of an adapter would not be"
+    return ""
 
 
 def _held(model: Any, optimizer: list[nn.Parameter]) -> int:

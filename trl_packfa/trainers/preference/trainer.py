@@ -143,6 +143,11 @@ class PackedPreference(RecutSteps):
             return "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         return self._why_not_cut()
 
+    def _settle_late(self) -> None:
+        if self._cutter is not None:
+            self.cut_reason = self._why_kept()
+        super()._settle_late()
+
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""
         return ""

@@ -38,7 +38,7 @@ from transformers import (
 
 from ...api import patch
 from ...collator import ROW_LENGTHS, SOURCES
-from ...errors import PackingError
+from ...errors import InvalidConfig, PackingError
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
@@ -507,6 +507,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _settle_late(self) -> None:
         if not self.args.packing:
             return super()._settle_late()
+        if self.args is not self._data.args:
+            raise InvalidConfig(
+                "trainer.args was replaced after construction.",
+                why=["the data, the collator and the check were made with the config before"],
+                do="Change fields of trainer.args, or build another trainer.",
+            )
         own_loss = self.compute_loss_func is not None
         refuse_arguments(self.args, compute_metrics=self.compute_metrics, own_loss=own_loss)
         refuse_once_patched(self)
