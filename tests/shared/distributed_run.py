@@ -229,7 +229,9 @@ def run(
 
 
 def count_trained(trainer):
-    """Record the true tokens of this rank's packed micro-batches."""
+    """Record the true tokens of this rank's packed micro-batches; TRL's own trainer has none."""
+    if not isinstance(trainer, PackedSFTTrainer):
+        return []
     found, run = [], trainer._run_micro_batch
 
     def counting(model, inputs, *args):
