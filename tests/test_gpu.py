@@ -99,7 +99,7 @@ def test_the_formula_of_documents_is_the_loop_over_queries():
     *qkv, sinks = (x[:tokens] if x.dim() > 1 else x for x in case.tensors())
     for options in ({}, {"sliding_window": 8}, {"softcap": 3.0, "sinks": sinks}):
         expected = attention(*qkv, battery.SHORT, scaling=0.3, **options)
-        torch.testing.assert_close(attention_of_documents(*qkv, battery.SHORT, scaling=0.3, **options), expected)
+        tolerance.assert_float32(attention_of_documents(*qkv, battery.SHORT, scaling=0.3, **options), expected)
     leaking = attention_of_documents(*qkv, (tokens,), scaling=0.3)
     assert differs(leaking, attention(*qkv, battery.SHORT, scaling=0.3)), "the control"
 
@@ -203,7 +203,6 @@ def test_a_backbone_is_compiled_once(device, backend, lora):
 
 
 STEPS = 10
-ALLOWED = {FP32: tolerance.TRAJECTORY, BF16: tolerance.BFLOAT16_LOSSES}
 
 
 def built(cls, config, device, dtype, out, **options):
@@ -226,7 +225,7 @@ def test_ten_steps_have_trl_s_losses(device, backend, dtype, tmp_path):
     options = {"packing_strategy": "step", "attention_backend": backend, "use_peft": False}
     ours = train(None, type(arguments()), device, dtype, tmp_path / "ours", **options)
     padded = train(SFTTrainer, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
-    tolerance.assert_trajectory(ours, padded, allowed=ALLOWED[dtype])
+    tolerance.assert_trajectory(ours, padded, dtype=dtype)
     assert len(set(ours)) > STEPS // 2, "it trains"
 
 
@@ -253,7 +252,7 @@ def test_ten_steps_of_bfd_have_trl_s_losses(device, backend, dtype, tmp_path):
 
     padded = train(Padded, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
     assert max(len(batch["labels"]) for batch in batches) > 1, "rows of several documents"
-    tolerance.assert_trajectory(losses(trainer), padded, allowed=ALLOWED[dtype])
+    tolerance.assert_trajectory(losses(trainer), padded, dtype=dtype)
 
 
 @places("flash", "varlen", "flex", cpu=("sdpa",))
@@ -269,7 +268,7 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(device, backend, tmp_p
     assert seen[1] == seen[-1] or (backend == "flex" and seen[-3] == seen[-1]), seen
     assert seen[0] > 0, "it is compiled"
     expected = train(*given, tmp_path / "not", **options)
-    tolerance.assert_trajectory(losses(trainer), expected, allowed=ALLOWED[BF16])
+    tolerance.assert_trajectory(losses(trainer), expected, dtype=BF16)
 
 
 @DTYPES

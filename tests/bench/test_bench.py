@@ -8,6 +8,7 @@ import pytest
 import tiny
 import training
 from datasets import Dataset
+from tolerance import assert_trajectory
 from training import LENGTHS
 
 from trl_packfa import PackedSFTConfig
@@ -244,8 +245,7 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     padding, step, failed = report["sides"]
     assert set(failed) == {"side", "trainer", "failed"}
     assert padding["tokens_per_step"] == step["tokens_per_step"] and step["fill"] == 1.0 > padding["fill"]
-    assert step["validation_loss"] == pytest.approx(padding["validation_loss"], abs=1e-4)
-    assert step["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-4)
+    assert_trajectory(*([side["final_loss"], side["validation_loss"]] for side in (step, padding)))
     assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_step"] > 0
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
 

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from tiny_models.encoders import small_encoder
+from tolerance import BFLOAT16_ADAPTERS, assert_trajectory
 from training import arguments, packed_trainer
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
@@ -233,7 +234,7 @@ def test_demo_runs_its_whole_story(tmp_path, capsys):
     text = capsys.readouterr().out
     for part in ("random weights", "exact: isolation 0.0e+00", "held-out loss", "loaded back", "true tokens/s"):
         assert part in " ".join(text.split())  # wrapped where the folder's name is long
-    assert figures["loss_loaded"] == pytest.approx(figures["loss_after"], abs=1e-3)
+    assert_trajectory([figures["loss_loaded"]], [figures["loss_after"]], places=BFLOAT16_ADAPTERS)
     assert figures["packed_tokens_per_second"] > 0 and figures["padded_tokens_per_second"] > 0
 
 

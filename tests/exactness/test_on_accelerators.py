@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from tiny_models import small_model
+from tolerance import assert_rounding
 from torch import nn
 
 from trl_packfa import PackedLayout, check, patch
@@ -89,7 +90,8 @@ def test_other_bits_in_every_run_are_no_leak(every, monkeypatch):
     """A GPU's kernels that add in any order; seen once in 150 proofs on an H200."""
     _unsteady(monkeypatch, 1e-6, every=every)
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
-    assert report.is_exact and 0 < report.unsteady < 1e-4, str(report)
+    assert report.is_exact and report.unsteady > 0, str(report)
+    assert_rounding(report.unsteady)
     assert "equal runs differ by" in str(report)
     assert any("between runs of the same tokens" in row["what"] for row in report.rows())
 

@@ -165,5 +165,5 @@ def test_training_measures_what_is_logged(tmp_path, logging_steps):
     for ours, trl in zip(logs["ours"], logs["trl"], strict=True):
         assert {"entropy", "mean_token_accuracy"} <= set(ours)
         if logging_steps == 1:
-            figures = [[entry["entropy"], entry["mean_token_accuracy"]] for entry in (ours, trl)]
+            figures = ([(entry["entropy"], entry["mean_token_accuracy"])] for entry in (ours, trl))
             assert_trajectory(*figures)

@@ -7,7 +7,7 @@ import tiny
 import torch
 from padded import padded
 from tiny_models import small_model
-from tolerance import assert_float32, assert_gradients
+from tolerance import VISIBLE, assert_float32, assert_gradients
 from transformers import DynamicCache, LlamaForCausalLM
 
 from trl_packfa import check, describe, patch, unpatch
@@ -34,7 +34,7 @@ def test_a_type_is_exact_at_its_level(model_type):
     before = model(**ids).logits
     assert f"level: {LEVELS[model_type]}" in describe(patch(model))
     report = check(model)
-    assert report.verdict == "exact" and report.control > 1e-2, str(report)
+    assert report.verdict == "exact" and report.control > VISIBLE, str(report)
     assert torch.equal(unpatch(model)(**ids).logits, before)
 
 

@@ -2,14 +2,18 @@
 
 import ast
 import json
+import math
 import re
 import subprocess
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
+import margins
 import pytest
+import tolerance
 import tomllib
+import torch
 import yaml
 from support_tables import adapter_table, composite_table, encoder_table, model_table, on_page
 from tiny_models import all_types
@@ -163,9 +167,41 @@ def test_everything_is_annotated():
 
 
 def test_numeric_tolerances_live_in_one_file():
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        found = re.findall(r"\b(?:atol|rtol)=", path.read_text())
-        assert len(found) <= (2 if path.name == "test_trainer.py" else 0) or path.name == "test_repository.py", path
+    named = r"\b[ar]tol=|(?:\.assert_|all)close\(|assert_.*\b(?:allowed|places)=[0-9]"
+    ad_hoc = rf"{named}|assert .*<=? *\(?[0-9.]+e-[0-9]+\b(?! \*)"
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.name not in ("tolerance.py", "test_repository.py"):
+            assert not re.findall(ad_hoc, path.read_text()), path
+
+
+@pytest.mark.parametrize("value", [0.5, 6.0, 400.0])
+def test_a_bound_of_runs_is_in_last_places_of_the_value_and_grows_with_the_root_of_the_steps(value):
+    place = torch.finfo(torch.float32).eps * max(1.0, value)
+    steps = [[value, value] for _ in range(20)]
+    by_rounding = [[value + 30 * place * (-1) ** i * (i + 1) ** 0.5, value] for i in range(20)]
+    tolerance.assert_trajectory(by_rounding, steps)
+    for step, moved in ((0, 70), (19, 300)):
+        off = [[*figures] for figures in steps]
+        off[step][0] += moved * place
+        with pytest.raises(AssertionError, match="worst step"):
+            tolerance.assert_trajectory(off, steps)
+        with pytest.raises(AssertionError, match="the control's worst step"):
+            tolerance.assert_another_run(off, steps)
+    with pytest.raises(AssertionError, match="drift"):
+        tolerance.assert_trajectory([value + 40 * place * i**0.5 for i in range(1, 21)], [value] * 20)
+    with pytest.raises(AssertionError, match="worst step"):
+        tolerance.assert_trajectory([math.nan], [value])
+    tolerance.assert_another_run([1.01 * value] * 20, [value] * 20)
+
+
+def test_margins_are_recorded_and_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARGINS", str(tmp_path / "native.jsonl"))
+    tolerance.assert_rounding(tolerance.REGROUPED / 4)
+    tolerance.assert_float32(torch.tensor([1.0 + 5e-6]), torch.tensor([1.0]))
+    assert tolerance.differs(torch.tensor([1.0]), torch.tensor([2.0]))
+    rows = [row.strip("| ").split(" | ") for row in margins.table(tmp_path)[2:]]
+    assert [row[:3] for row in rows] == [["control", "1", "50"], ["float32", "1", "0.44"], ["regrouped", "1", "0.25"]]
+    assert "test_margins_are_recorded_and_read" in rows[0][-1]
 
 
 def table(title):

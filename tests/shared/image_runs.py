@@ -9,7 +9,7 @@ from distributed_run import deepspeed_options, forget_the_last_engine, take_deep
 from launches import run_scenarios
 from peft import LoraConfig
 from training import arguments
-from trl_trainers import differences, train
+from trl_trainers import beyond, train
 
 import trl_packfa
 from trl_packfa.trainers.common.image_examples import Merging
@@ -70,10 +70,9 @@ def mix_images_up(monkeypatch):
     monkeypatch.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
 
 
-def worst(logs, others):
-    """Return the largest difference of what a re-cut run has in common with the padded one."""
-    kept = [[{name: entry[name] for name in SAME} for entry in run] for run in (logs, others)]
-    return max(differences(*kept).values())
+def differing(expected, logs, **options):
+    """Return what a re-cut run has in common with the padded one, and differs there."""
+    return beyond(expected, logs, only=SAME, **options)
 
 
 def run(folder, *, kind=None, without=(), fsdp=False, zero=None, **options):

@@ -8,7 +8,7 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tolerance import TRAJECTORY
+from tolerance import record, share_of_allowed
 from training import arguments, logs_of, trained
 
 import trl_packfa
@@ -169,23 +169,26 @@ def encoder_decoder():
     return transformers.BartForSequenceClassification(config)
 
 
-def differences(logs, others):
-    """Return the worst difference of each metric over all logs. It is relative where the metric, or a metric that it
-    is the difference of, is larger than one."""
+def differences(logs, others, *, dtype=torch.float32):
+    """Return the worst difference of each metric over all steps, as a share of what is allowed."""
     worst = {}
-    for entry, other in zip(logs, others, strict=True):
+    for steps, (entry, other) in enumerate(zip(logs, others, strict=True), 1):
         for name, value in entry.items():
             if isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
-                sizes = (abs(entry[term]) for term in _DIFFERENCE_OF.get(name, ()) if term in entry)
-                found = abs(value - other[name]) / max(1.0, abs(value), *sizes)
-                worst[name] = max(worst.get(name, 0.0), found if found == found else float("inf"))
+                size = max(abs(entry.get(term, 0.0)) for term in _DIFFERENCE_OF.get(name, (name,)))
+                found = abs(share_of_allowed(other[name], value, steps=steps, size=size, dtype=dtype))
+                worst[name] = max(worst.get(name, 0.0), found)
     return worst
 
 
-def beyond(expected, logs, allowed=TRAJECTORY, *, besides=()):
-    """Return the metrics that differ by more than allowed, with their differences."""
-    worst = differences(expected, logs)
-    return {name: found for name, found in worst.items() if found > allowed and name not in (*ROUNDED, *besides)}
+def beyond(expected, logs, *, only=(), besides=(), dtype=torch.float32, times=1.0):
+    """Return the metrics that differ by more than allowed, or by more than `times` as much, with their shares."""
+    worst = {
+        name: found for name, found in differences(expected, logs, dtype=dtype).items()
+        if (name in only or not only) and name not in (*ROUNDED, *besides)
+    }  # fmt: skip
+    record(f"run, {dtype}" if times == 1.0 else "run, control", max(worst.values()))
+    return {name: found for name, found in worst.items() if found > times}
 
 
 def train(trainer, **options):

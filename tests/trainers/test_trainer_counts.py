@@ -23,7 +23,7 @@ def test_padding_is_counted_nowhere(tmp_path, strategy):
         exact = [name for name in plain if name in ("num_tokens", "documents", "longest_document", "fill")]
         assert [plain[name] for name in exact] == [padded[name] for name in exact]
         near = ["loss", "entropy", "mean_token_accuracy"]
-        assert_trajectory([padded[name] for name in near], [plain[name] for name in near])
+        assert_trajectory([[padded[name] for name in near]], [[plain[name] for name in near]])
 
 
 def test_the_plan_of_an_epoch_is_what_happens(tmp_path):

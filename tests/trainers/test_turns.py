@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from selection import in_full
 from tiny_models import small_model
-from tolerance import BFLOAT16_LOSSES, TRAJECTORY, assert_trajectory, differs
+from tolerance import assert_another_run, assert_float32, assert_trajectory
 from training import arguments, dataset, losses, packed_trainer, rows
 from trl import SFTConfig, SFTTrainer
 
@@ -88,7 +88,7 @@ def padded(out, *, model=None, data=None, template=DROPS_THOUGHTS, lora=False, b
 def trained(trainer):
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return [value for entry in logs for value in (entry["loss"], entry["grad_norm"])], logs
+    return [(entry["loss"], entry["grad_norm"]) for entry in logs], logs
 
 
 CASES = [("llama", True, {}),
@@ -116,11 +116,15 @@ def test_twenty_steps_beside_trl(strategy, tmp_path):
     data = conversations(48)
     expected, _ = trained(padded(tmp_path, data=one_by_one(data), max_steps=20))
     found, _ = trained(expanded(tmp_path, data=data, max_steps=20, packing_strategy=strategy))
-    assert len(found) == 40
+    assert len(found) == 20
     assert_trajectory(found, expected)
+    # What is allowed is what rounding does to TRL's own run on this processor, too: one turn in each micro-batch.
+    smaller = {"batch": 1, "gradient_accumulation_steps": 2 * TURNS}
+    regrouped, _ = trained(padded(tmp_path, data=one_by_one(data), max_steps=20, **smaller))
+    assert_trajectory(regrouped, expected)
     # The control: turns that are trained on the whole conversation, with the thoughts of no earlier turn in between.
     other, _ = trained(padded(tmp_path, data=one_by_one(data), template=None, max_steps=20))
-    assert differs(torch.tensor(found), torch.tensor(other))
+    assert_another_run(other, expected)
 
 
 @pytest.mark.parametrize("options", [{"packing_strategy": "bfd", "max_length": 96},
@@ -130,7 +134,7 @@ def test_histories_that_run_once_change_nothing(options, tmp_path, monkeypatch):
     found, logs = trained(expanded(tmp_path, max_steps=3, **options))
     monkeypatch.setattr(Unpadding, "shared_documents_of", lambda *args: None)
     expected, _ = trained(expanded(tmp_path, max_steps=3, **options))
-    assert_trajectory(found, expected, allowed=BFLOAT16_LOSSES if "bf16" in options else TRAJECTORY)
+    assert_trajectory(found, expected, dtype=torch.bfloat16 if "bf16" in options else torch.float32)
     assert all(entry.get("fill", 0) <= 1 for entry in logs)
 
 
@@ -246,7 +250,7 @@ def test_packed_rows_share_with_the_collator_and_without():
     for shares in (True, False):
         before = policy.shared
         batch = DataCollatorForPacking(share_prefixes=shares)(examples)
-        torch.testing.assert_close(model(**batch).logits, expected)
+        assert_float32(model(**batch).logits, expected)
         assert policy.shared - before == 20
     # Equal ids at other positions are other tokens, and so are ids that come with their kinds.
     ids = torch.tensor([[*docs[0], *docs[1]]])

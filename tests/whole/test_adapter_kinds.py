@@ -12,6 +12,7 @@ from adapter_kinds import KINDS, NEEDS, REASONS, base_model
 from adapter_matrix import measure, measure_kind
 from calls import watched
 from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model, inject_adapter_in_model
+from tolerance import FLOAT64, VISIBLE, assert_rounding
 from training import arguments, packed_trainer
 
 from trl_packfa import api, patch
@@ -34,7 +35,7 @@ def test_measures_as_the_table_says(kind):
     assert row["verdict"] == table.results()[kind]["verdict"]
     if row["verdict"] == "refused":  # the control: this comparison sees what is wrong, or it does not even run
         worst = max(row.get("logits", 0), row.get("gradients", 0))
-        assert "raises" in row or worst > 1e-2
+        assert "raises" in row or worst > VISIBLE
 
 
 def test_every_tuner_of_the_installed_peft_is_in_the_table():
@@ -154,6 +155,7 @@ def test_a_config_class_of_nobody_knows_whom_is_unknown():
 
 def test_the_measurement_sees_a_leak_and_a_wrong_gradient():
     """The control of the measurement itself: rows without boundaries for it, and an average over the batch."""
-    assert measure(KINDS["lily"])["isolation"] > 1e-2
+    assert measure(KINDS["lily"])["isolation"] > VISIBLE
     found = measure(KINDS["lora velora_config"])
-    assert found["logits"] < 1e-10 and found["gradients"] > 0.5
+    assert_rounding(found["logits"], allowed=FLOAT64)
+    assert found["gradients"] > 0.5

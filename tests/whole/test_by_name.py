@@ -11,7 +11,7 @@ from datasets import Dataset
 from oracle import alone
 from tiny import LENGTHS, documents, split, tokenizer, words
 from tiny_models import NOT_BUILDABLE, all_types, small_model
-from tolerance import assert_trajectory, differs
+from tolerance import ILL_CONDITIONED, assert_another_run, assert_rounding, assert_trajectory, differs
 from training import trained
 
 import trl_packfa.register  # noqa: F401
@@ -59,8 +59,8 @@ def test_every_type_is_exact_or_refused_when_it_is_made(model_type):
                 assert told is OFFSETS and "position_ids that restart" in str(error)
                 continue
             served += 1
-            difference = (logits.double() - expected).abs().max() / expected.std()
-            assert difference < 1e-3, f"{difference:.1e} of a logit's spread, told {[*told]}"
+            difference = float((logits.double() - expected).abs().max() / expected.std())
+            assert_rounding(difference, f"told {[*told]}", allowed=ILL_CONDITIONED)
         assert served >= 3
         assert differs(model(input_ids=ids, use_cache=False).logits[0], expected), "the control does not leak"
 
@@ -82,9 +82,9 @@ def test_trls_packing_has_the_losses_of_eager_attention(tmp_path):
     """TRL's `bfd` rows, whose documents eager attention keeps apart by a mask of L x L made of positions."""
     ours, eager = (losses_of(tmp_path, name, packing=True) for name in ("packfa", "eager"))
     assert len(ours) == 20
-    assert_trajectory(ours, eager, allowed=1e-4)
+    assert_trajectory(ours, eager)
     wrapped = losses_of(tmp_path / "wrapped", "eager", packing=True, packing_strategy="wrapped")
-    assert max(abs(a - b) for a, b in zip(wrapped, eager, strict=True)) > 1e-2, "the control: it leaks"
+    assert_another_run(wrapped, eager)  # it leaks
 
 
 SCRIPT = """
@@ -137,4 +137,4 @@ def test_on_two_processes(kind, tmp_path):
     found = json.loads(out.read_text())
     assert found.keys() == expected.keys()
     for name, norm in expected.items():
-        assert abs(found[name] - norm) <= 1e-4 * norm, name
+        assert_rounding(abs(found[name] - norm) / norm, name)

@@ -4,7 +4,7 @@ import pytest
 import tiny
 from launches import launch_whole
 from tiny_models.encoders import EMBEDDINGS, small_encoder
-from tolerance import TRAJECTORY
+from tolerance import assert_trajectory
 
 
 def test_two_processes_train_as_padded(tmp_path):
@@ -14,5 +14,4 @@ def test_two_processes_train_as_padded(tmp_path):
     runs = {name: {"model": str(tmp_path / "model"), "free": name == "free"} for name in ("padded", "free")}
     padded, free = launch_whole("distributed_encoders.py", tmp_path, runs).values()
     assert len(padded) == len(free) == 4
-    for one, other in zip(padded, free, strict=True):
-        assert all(abs(a - b) <= TRAJECTORY * max(1.0, abs(a)) for a, b in zip(one, other, strict=True))
+    assert_trajectory(free, padded)

@@ -5,7 +5,7 @@ import pytest
 from launches import launch_whole
 from selection import IN_FULL, LAUNCHES, chosen
 from test_distributed import COMPILED, FSDP2, SCRIPT, alone, merged
-from tolerance import assert_trajectory, assert_weights
+from tolerance import assert_another_run, assert_rounding, assert_trajectory, assert_weights
 
 pytestmark = list(LAUNCHES)
 
@@ -70,7 +70,8 @@ def assert_same(result, expected):
     assert_trajectory(result["losses"], expected["losses"])
     assert_trajectory(result["norms"], expected["norms"])
     assert result["tokens"] == expected["tokens"]
-    assert result["verdict"] == "exact" and result["sharded_row"] < 1e-5
+    assert result["verdict"] == "exact"
+    assert_rounding(result["sharded_row"])
     assert result["flos"] == pytest.approx(expected["flos"])
 
 
@@ -97,7 +98,7 @@ def test_weights_are_sharded_by_fsdp2_as_well(folder, one, two, four, processes)
     assert_same(result, one["full"])
     assert result["engine"] == "FSDP" and "FSDP" in result["wrapped"][1]
     saved, reference = folder / processes / name / "saved", folder / "one" / "full" / "saved"
-    assert_weights(merged(saved, lora=False), merged(reference, lora=False))
+    assert_weights(merged(saved, lora=False), merged(reference, lora=False), steps=len(result["losses"]))
 
 
 def test_another_degree_resumes(one, two, four):
@@ -119,8 +120,7 @@ def test_groups_evaluate_as_processes(two, four):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_rows_that_are_shared_wrongly_train_otherwise(one, two, name):
-    with pytest.raises(AssertionError, match="worst step"):
-        assert_trajectory(two[name]["losses"], one["full"]["losses"])
+    assert_another_run(two[name]["losses"], one["full"]["losses"])
 
 
 @pytest.mark.parametrize("name", CAUGHT)
