@@ -12,10 +12,11 @@ from tolerance import assert_trajectory
 from training import LENGTHS
 
 from trl_packfa import PackedSFTConfig
+from trl_packfa.bench import process
 from trl_packfa.bench.arguments import read_arguments
-from trl_packfa.bench.compare import Result
+from trl_packfa.bench.compare import FEWEST_STEPS, Result
 from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.measuring import StepCounter
+from trl_packfa.bench.measuring import PeakMemory, StepCounter
 from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
@@ -144,11 +145,13 @@ def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
 
 @pytest.mark.parametrize("recipe", ["paper", "llama3_8b", "automodel", "qlora_8b"])
 def test_the_recipes_for_a_gpu_are_read(recipe, tmp_path):
-    """Equal work on every side, five timed steps or more, documents that fit the rows."""
+    """Equal work on every side, five timed steps or more of sides that are compared, documents that fit the rows."""
     path = Path(__file__).parents[2] / "recipes" / "bench" / f"{recipe}.yaml"
     asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--load_in_4bit", "false"])
-    assert not asked.sides[0].kind.ours and asked.sides[-1].name == "step" and not asked.bench.interleave
-    assert asked.args.max_steps >= 10 and asked.args.max_length == 4096 and asked.bench.untimed_steps == 2
+    base = next((side for side in asked.sides if side.name == asked.bench.base), asked.sides[0])
+    compared = len(asked.sides) > 1
+    assert base.kind.ours != compared and "step" in [side.name for side in asked.sides]
+    assert asked.args.max_steps >= (FEWEST_STEPS if compared else 3) and asked.args.max_length == 4096
     assert all((side.row or 4096) >= 4096 and side.rows in (None, 1) for side in asked.sides)
     assert len(every_length(asked.bench.lengths, seed=0)) == 20_000
 
@@ -164,6 +167,7 @@ def test_too_little_data_is_refused(preset, tmp_path):
     ([], "no model"),
     (["--model", "tiny", "--max_steps", "0"], "max_steps=0: nothing to time"),
     (["--model", "tiny", "--untimed_steps", "0"], "untimed_steps=0: a side's first step is never typical"),
+    (["--model", "tiny", "--base", "bfd"], "base='bfd' is no side.\nChoose from padding, step."),
     (["--model", "tiny", "--packing_strategy", "bfd"], "packing_strategy='bfd': a benchmark has many"),
     (["--model", "tiny", "--learning_speed", "1"], "learning_speed"),
     (["--model", "tiny"], "no data"),
@@ -230,6 +234,19 @@ def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, 
     assert done["trace"] == {}
 
 
+def test_without_a_trace_the_last_step_ends_the_training(preset, lengths_file, tmp_path, monkeypatch):
+    """And the peak memory is that of the timed steps: it is counted anew after the untimed one, not before."""
+    argv = f"--model {preset} --lengths {lengths_file} --eval_documents 8 --max_steps 2 --untimed_steps 1"
+    argv = f"{argv} --trace false --output_dir {tmp_path / 'out'} {FOUR_TWICE}".split()
+    save(read_arguments(argv), preset, tmp_path)
+    channel, resets = Commands(STEP, STEP, STEP, FINISH), []
+    monkeypatch.setattr(process, "start_trace", lambda: pytest.fail("traced"))
+    monkeypatch.setattr(PeakMemory, "reset", lambda self: resets.append(len(channel.answers)))
+    run(argv, Side("padding"), preset, tmp_path, channel)
+    assert [set(answer) >= {"tokens", "seconds"} for answer in channel.answers] == [False, True, True, True, False]
+    assert channel.answers[-1]["trace"] == {} and not channel.left and resets == [2]
+
+
 @pytest.mark.slow
 def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_path, capsys):
     """The whole command; `bfd@8` has no room for the documents and says so."""
@@ -246,8 +263,13 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     assert set(failed) == {"side", "trainer", "failed"}
     assert padding["tokens_per_step"] == step["tokens_per_step"] and step["fill"] == 1.0 > padding["fill"]
     assert_trajectory(*([side["final_loss"], side["validation_loss"]] for side in (step, padding)))
-    assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_step"] > 0
+    assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_micro_batch"] > 0
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
+    head, *steps = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
+    assert (
+        head["environment"] == report["environment"] and [step["timed"] for step in steps] == [False] * 2 + [True] * 4
+    )
+    assert [step["tokens"] for step in steps if step["side"] == "step"][1:] == [s["tokens"] for s in step["steps"]]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
-from trl_packfa.bench.measuring import PeakMemory
+from trl_packfa.bench.measuring import PeakMemory, summary
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, save_plot, speed_rows
@@ -39,6 +39,7 @@ def test_a_clear_ratio_stands():
     assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(1.99, abs=0.02)
     assert not ratio.verdict
     assert compare(base := result("padding"), base).value == 1.0
+    assert compare(result(), result("padding", seconds=())).verdict == "no ratio yet: padding has not run"
 
 
 def test_a_short_a_noisy_and_a_busy_run_conclude_nothing():
@@ -130,6 +131,21 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
     memory.reset()
     gpu.peak = 18
     assert (memory.peak(), memory.before, memory.life) == (18, 16, 20)
+
+
+@pytest.mark.parametrize(("on_gpu", "waits"), [(False, 6 / 4), (True, (9 - 1) / 4)])
+def test_the_hosts_waits_are_those_of_a_micro_batch(on_gpu, waits, monkeypatch):
+    """On a GPU without the wait that ends the measured step."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
+    counts = {
+        "aten::nonzero": 2,
+        "aten::_local_scalar_dense": 4,
+        "cudaStreamSynchronize": 8,
+        "cudaDeviceSynchronize": 1,
+    }
+    events = [SimpleNamespace(key=key, count=n, self_cpu_time_total=n) for key, n in counts.items()]
+    found = summary(SimpleNamespace(key_averages=lambda: events), micro_batches=4)
+    assert (found["host_syncs"], found["aten_calls"]) == (waits, 6)
 
 
 def test_a_known_peak_is_not_measured(monkeypatch):

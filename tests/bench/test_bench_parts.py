@@ -94,6 +94,27 @@ def test_the_proof_is_timed_beside_a_step(lengths_file, tmp_path, capsys):
     assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")
 
 
+def test_a_preset_is_kept_for_later_runs(tmp_path, monkeypatch):
+    """Under a name that says what it is; one that was cut off is made again."""
+    made = []
+
+    def save(name, folder, **options):
+        assert not folder.exists()
+        folder.mkdir()
+        made.append((name, options["dtype"]))
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl_packfa.bench.run.save_preset_apart", save)
+    kept = tmp_path / "kept"
+    command = ["--model", "tiny", "--presets", str(kept), "--output_dir", str(tmp_path), "--dtype"]
+    with pytest.raises(KeyboardInterrupt):
+        model_path(read_arguments([*command, "bfloat16"]), tmp_path)
+    paths = [model_path(read_arguments([*command, dtype]), tmp_path) for dtype in ("bfloat16", "bfloat16", "float32")]
+    assert made == [("tiny", "bfloat16")] * 2 + [("tiny", "float32")]
+    assert paths == [str(kept / f"tiny-{dtype}-None-42") for dtype in ("bfloat16", "bfloat16", "float32")]
+
+
 @pytest.mark.slow
 def test_a_preset_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The memory of a GPU that a process has taken for weights stays its own until it ends."""

@@ -72,7 +72,7 @@ def test_a_side_attends_with_what_it_names(name, expected, preset, tmp_path):
 def test_the_table_names_it():
     side = {"side": "trl-bfd", "trainer": "TRL", "attention": "sdpa", "remark": "flash-attn is not installed"}
     side |= {"validation_loss": None, "steps_per_epoch": 9, "tokens_per_step": 1.0, "micro_batches_per_step": 1.0}
-    side |= {"fill": 1.0, "final_loss": 2.0, "recompiles": 0, "host_syncs_per_step": 1, "leaks": False}
+    side |= {"fill": 1.0, "final_loss": 2.0, "recompiles": 0, "host_syncs_per_micro_batch": 1.0, "leaks": False}
     side |= {"ratio": {"verdict": ""}}
     assert training_rows({"sides": [side]})[0]["attention"] == "sdpa"
     assert remarks({"sides": [side]}) == ["trl-bfd: runs with sdpa, as flash-attn is not installed"]

@@ -57,11 +57,14 @@ class BenchArguments:
     strategies: str | None = field(
         default=None,
         metadata={
-            "help": "Strategies to compare, separated by commas; the first is the base of all ratios: "
-            f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free,step`. "
-            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row per micro-batch; `padding/sdpa` names "
-            "transformers' attention, `step/varlen` our backend (default: FlashAttention where it is available)."
+            "help": f"Strategies to compare, separated by commas: {', '.join(KINDS)}. Default: `padding,step`, for "
+            "other trainers `padding,padding_free,step`. `bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such "
+            "row per micro-batch; `padding/sdpa` names transformers' attention, `step/varlen` our backend (default: "
+            "FlashAttention where it is available)."
         },
+    )
+    base: str | None = field(
+        default=None, metadata={"help": "Strategy that is the base of all ratios (default: the first)."}
     )
     backends: str = field(
         default="auto", metadata={"help": "Attention backends of our strategies, separated by commas; each is a side."}
@@ -76,8 +79,17 @@ class BenchArguments:
         metadata={"help": "Step all sides in turn. `False`: one after the other, if memory is short."},
     )
     eval_documents: int = field(default=64, metadata={"help": "Documents held out for the validation loss."})
+    trace: bool = field(
+        default=True, metadata={"help": "Also trace one step of each side, for host waits, calls and operations."}
+    )
     profile: bool = field(default=False, metadata={"help": "Also list each side's operations by their own time."})
-    output: str | None = field(default=None, metadata={"help": "JSON file for all measured figures."})
+    output: str | None = field(
+        default=None,
+        metadata={"help": "JSON file for all measured figures. Every step goes at once to the same name with .jsonl."},
+    )
+    presets: str | None = field(
+        default=None, metadata={"help": "Folder in which presets are kept for later runs (default: a temporary one)."}
+    )
     plot: str | None = field(default=None, metadata={"help": "PNG file for a plot; needs the `plots` extra."})
 
 
@@ -102,6 +114,10 @@ def read_arguments(argv: list[str]) -> Setup:
     sides = parse_sides(
         bench.strategies or default, backends=bench.backends, contaminated=bench.contaminated, trainer=bench.trainer
     )
+    if bench.base is not None and bench.base not in [side.name for side in sides]:
+        raise InvalidConfig(
+            f"base='{bench.base}' is no side.", do=f"Choose from {', '.join(side.name for side in sides)}."
+        )
     return Setup(argv, bench, script, args, mixture, sides)
 
 

@@ -117,7 +117,7 @@ class Result:
             "validation_loss": self.end["eval_loss"],
             "mfu": flops * self.rate / peak if flops else None,
             "recompiles": int(self.total("compiled")),
-            "host_syncs_per_step": trace.get("host_syncs"),
+            "host_syncs_per_micro_batch": trace.get("host_syncs"),
             "aten_calls_per_step": trace.get("aten_calls"),
             "attention": self.end["attention"],
             "remark": self.facts["remark"],
@@ -148,6 +148,8 @@ def compare(side: Result, base: Result) -> Ratio:
         return Ratio(None, None, None, f"no ratio: {who.side.name} failed")
     if side is base:
         return Ratio(1.0, 1.0, 1.0)
+    if not base.steps:  # sides run one after the other, and the base comes later
+        return Ratio(None, None, None, f"no ratio yet: {base.side.name} has not run")
     low, high = _interval(side.steps, base.steps)
     steps = min(len(side.steps), len(base.steps))
     verdict = ""

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -53,10 +54,14 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of a checkout; `None` for an installed wheel, which has a version instead."""
+    """Return the commit of a checkout, or of its copy that `make gpu-kit` has noted in `.gpu`.
+
+    Return `None` for an installed wheel, which has a version instead.
+    """
     folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
+    noted = folder / ".gpu" / "commit.txt"
+    if (folder / ".git").exists() and which("git"):
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() or None
+    return noted.read_text(encoding="utf-8").strip() if noted.exists() else None

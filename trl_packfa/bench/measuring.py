@@ -138,16 +138,20 @@ def start_trace() -> profile:
     return trace
 
 
-def summary(trace: profile) -> dict[str, Any]:
-    """Return host waits and aten calls of the traced step, and its operations by their own time in milliseconds."""
+def summary(trace: profile, *, micro_batches: int) -> dict[str, Any]:
+    """Return host waits of a micro-batch and aten calls of the traced step, and its operations by their own time in
+    milliseconds.
+
+    Sides have other numbers of micro-batches. The wait with which the measurement ends the step is not counted.
+    """
     events: Any = trace.key_averages()
     counts = {event.key: event.count for event in events}
-    waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS
+    waits, own = (_CUDA_WAITS, 1) if torch.cuda.is_available() else (WAITS, 0)
     on_device = any(getattr(event, "self_device_time_total", 0) for event in events)
     field = "self_device_time_total" if on_device else "self_cpu_time_total"
     by_time = sorted(events, key=lambda event: -getattr(event, field))[:_LISTED]
     return {
-        "host_syncs": sum(counts.get(name, 0) for name in waits),
+        "host_syncs": (sum(counts.get(name, 0) for name in waits) - own) / max(micro_batches, 1),
         "aten_calls": sum(count for name, count in counts.items() if name.startswith("aten::")),
         "operations": [[e.key, e.count, round(getattr(e, field) / 1000, 2)] for e in by_time],
     }

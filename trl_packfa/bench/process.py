@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ..exactness.probe import vocabulary_of
 from .arguments import read_arguments
 from .environment import ALLOCATOR, large_heap
-from .measuring import PeakMemory, StepCounter, compiled_graphs, start_trace, summary
+from .measuring import PeakMemory, StepCounter, Work, compiled_graphs, start_trace, summary
 from .sides import Side, attention_of, build_trainer, upstream_attention
 
 STEP, FINISH = "step", "finish"
@@ -41,34 +41,47 @@ class SideFailed(Exception):
 class Pacer(TrainerCallback):
     """Callback that pauses the training between two steps until the next command."""
 
-    def __init__(self, channel: Connection, counter: StepCounter, memory: PeakMemory) -> None:
+    def __init__(
+        self, channel: Connection, counter: StepCounter, memory: PeakMemory, *, untimed_steps: int, traces: bool
+    ) -> None:
         self.channel, self.counter, self.memory = channel, counter, memory
+        self.untimed_steps, self.traces = untimed_steps, traces
         self.started, self.cpu_started, self.graphs = 0.0, 0.0, 0
+        self.finished = False  # the last command was FINISH
         self.trace: profile | None = None
+        self.traced: Work | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reset the peak memory, because the model is built, patched and proven; then wait for a command."""
-        self.memory.reset()
-        self._wait()
+        """Wait for a command."""
+        self._wait(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Send the figures of the finished step, then wait for the next command; end the training after a trace."""
+        """Send the figures of the finished step, then wait for the next command; end the training after a trace.
+
+        Reset the peak memory after the untimed steps: building, the proof and its first batch are no part of a step.
+        """
         _synchronize()
         if self.trace is not None:
             self.trace.stop()
+            self.traced = self.counter.take()
             control.should_training_stop = True
             return
         seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
         figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": compiled_graphs() - self.graphs}
         self.channel.send({**figures, **self.counter.take()._asdict()})
+        if state.global_step == self.untimed_steps:
+            self.memory.reset()
         if state.global_step < state.max_steps:  # after the last step, no step could answer a command
-            self._wait()
+            self._wait(control)
 
-    def _wait(self) -> None:
-        if self.channel.recv() == FINISH:
-            self.trace = start_trace()  # of one more step
+    def _wait(self, control: Any) -> None:
+        self.finished = self.channel.recv() == FINISH
         self.graphs = compiled_graphs()
         _synchronize()
+        if self.finished and not self.traces:
+            control.should_training_stop = True
+        elif self.finished:
+            self.trace = start_trace()  # of one more step
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
 
@@ -92,16 +105,19 @@ def run(argv: list[str], side: Side, model: str, folder: Path, channel: Connecti
     memory = PeakMemory()
     remark = "" if side.kind.ours else upstream_attention(model, setup.args, named=side.backend).remark
     channel.send({**_facts(trainer, side), "remark": remark})
-    pacer = Pacer(channel, StepCounter(trainer), memory)
+    pacer = Pacer(
+        channel, StepCounter(trainer), memory, untimed_steps=setup.bench.untimed_steps, traces=setup.bench.trace
+    )
     trainer.add_callback(pacer)
     trainer.train()
     peak = memory.peak()
-    while pacer.trace is None and channel.recv() != FINISH:
+    while not pacer.finished and channel.recv() != FINISH:
         channel.send(None)
     loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
     attention = attention_of(trainer) if side.kind.trains else None
-    channel.send({**figures, "attention": attention, "trace": summary(pacer.trace) if pacer.trace else {}})
+    traced = pacer.trace and pacer.traced and summary(pacer.trace, micro_batches=pacer.traced.micro_batches)
+    channel.send({**figures, "attention": attention, "trace": traced or {}})
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:

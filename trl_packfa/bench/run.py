@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 import tempfile
 import time
@@ -30,8 +32,9 @@ _PEAK_SECONDS = 0.1
 def run_bench(setup: Setup) -> dict[str, Any]:
     """Run the benchmark of the arguments, and return all figures, ready for JSON, as `--output` gets them.
 
-    That file is also written whenever sides have ended, because the next ones may run out of time. Raise
-    [`PackingError`] for arguments and data that cannot be compared. A failed side is only a row of the result.
+    That file is also written whenever sides have ended, because the next ones may run out of time; [`Journal`] has
+    each step at once. Raise [`PackingError`] for arguments and data that cannot be compared. A failed side is only a
+    row of the result.
     """
     documents = read_documents(setup)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
@@ -46,11 +49,22 @@ def run_bench(setup: Setup) -> dict[str, Any]:
         peak = Peak(config, setup.args)
         head = {"environment": environment(), "arguments": setup.argv, "data": {**data._asdict(), "report": lost}}
         ended: list[Result] = []
+        base = next((result for result in results if result.side.name == setup.bench.base), results[0])
+        journal = Journal(setup.bench.output)
+        journal.write(**head, peak_flops=peak.best, peak_source=peak.source)
         report: dict[str, Any] = {}
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
-            _measure(group, setup, model, folder, peak)
+            _measure(group, setup, model, folder, peak, journal)
             ended += group
-            report = {**head, **_figures(ended, setup, config, data, peak)}
+            # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
+            counted = setup.bench.trainer == "sft" and not all(result.failure for result in ended)
+            figures = {
+                "model_flops_per_token": _flops(setup, config, data) if counted else 0.0,
+                "peak_flops": peak.best,
+                "peak_source": peak.source,
+            }
+            rates = {"flops": figures["model_flops_per_token"], "peak": peak.best}
+            report = {**head, **figures, "sides": [result.to_dict(data, **rates, base=base) for result in ended]}
             if setup.bench.output:
                 Path(setup.bench.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         require_equal_work(results)
@@ -61,20 +75,25 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _figures(results: list[Result], setup: Setup, config: PreTrainedConfig, data: Facts, peak: Peak) -> dict[str, Any]:
-    """Return what the report says of these sides; the first one is the base of the ratios."""
-    # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
-    counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
-    flops = 0.0
-    if counted:
-        needed = ModelFlops.planned(config, setup.args)
-        flops = needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
-    return {
-        "model_flops_per_token": flops,
-        "peak_flops": peak.best,
-        "peak_source": peak.source,
-        "sides": [result.to_dict(data, flops=flops, peak=peak.best, base=results[0]) for result in results],
-    }
+class Journal:
+    """File `.jsonl` beside the report with every step and its tokens, at once: a run that is cut off leaves it."""
+
+    def __init__(self, output: str | None) -> None:
+        self._path = None if output is None else Path(output).with_suffix(".jsonl")
+        if self._path is not None:
+            self._path.write_text("", encoding="utf-8")
+
+    def write(self, **figures: Any) -> None:
+        """Append a line."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(figures) + "\n")
+
+
+def _flops(setup: Setup, config: PreTrainedConfig, data: Facts) -> float:
+    """Return the operations that a true token takes."""
+    needed = ModelFlops.planned(config, setup.args)
+    return needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
 
 
 class Peak:
@@ -111,16 +130,27 @@ def model_path(setup: Setup, folder: Path) -> str:
     name = setup.bench.model or setup.args.model_name_or_path or ""
     if name not in PRESETS:
         return name
-    _tell(f"making {name} with random weights ...")
-    path = folder / "model"
-    # A separate process, so that its GPU memory, with the CUDA context, is free again for the sides.
-    save_preset_apart(
-        name, path, dtype=setup.args.dtype or "float32", tokenizer=setup.bench.tokenizer, seed=setup.args.seed
-    )
+    kept = setup.bench.presets
+    options = {
+        "dtype": setup.args.dtype or "float32", "tokenizer": setup.bench.tokenizer, "seed": setup.args.seed
+    }  # fmt: skip
+    path = folder / "model" if kept is None else Path(kept) / "-".join(map(_word, (name, *options.values())))
+    if kept is None or not path.exists():
+        _tell(f"making {name} with random weights ...")
+        made = path.with_name(path.name + ".part")  # what is cut off is made again
+        shutil.rmtree(made, ignore_errors=True)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        # A separate process, so that its GPU memory, with the CUDA context, is free again for the sides.
+        save_preset_apart(name, made, **options)
+        made.rename(path)
     return str(path)
 
 
-def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak: Peak) -> None:
+def _word(value: Any) -> str:
+    return re.sub(r"\W+", "_", str(value))
+
+
+def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak: Peak, journal: Journal) -> None:
     """Build all sides one after the other, then step them in turn until each has finished its steps."""
     with ExitStack() as stack:
         sides: list[tuple[Result, SideProcess]] = []
@@ -139,7 +169,10 @@ def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak
             for result, process in sides:
                 with result.failing():
                     if result.is_running:
-                        result.stepped(process.ask(STEP), setup)
+                        event = process.ask(STEP)
+                        result.stepped(event, setup)
+                        if event is not None:
+                            journal.write(side=result.side.name, timed=bool(result.steps), **event)
             rounds += 1
             peak.measure()
             seconds = [f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure]

@@ -58,6 +58,10 @@ KINDS = {
     "padding_free": Kind(MINIBATCH, ours=False, options={"padding_free": True}),
     "fixed": Kind(WRAPPED, ours=False, options={"packing": True, "packing_strategy": "wrapped"}, contaminated=True),
     "trl-bfd": Kind(BFD, ours=False, options={"packing": True, "packing_strategy": "bfd"}),
+    # Our sides use Liger's kernels where it is installed, so TRL's packing is measured with them, too.
+    "trl-bfd-liger": Kind(
+        BFD, ours=False, options={"packing": True, "packing_strategy": "bfd", "use_liger_kernel": True}
+    ),
     "fixed+posid": Kind(WRAPPED),
     "bfd": Kind(BFD),
     "minibatch": Kind(MINIBATCH),

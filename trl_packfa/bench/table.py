@@ -56,11 +56,15 @@ def training_rows(report: dict[str, Any]) -> Rows:
                 "loss, last step": f"{side['final_loss']:.4f}",
                 "validation loss": "-" if loss is None else f"{loss:.4f}",
                 "recompiles": str(side["recompiles"]),
-                "host syncs/step": str(side["host_syncs_per_step"]),
+                "host syncs/forward": _syncs(side["host_syncs_per_micro_batch"]),
                 "documents": "see each other" if side["leaks"] else "apart",
             }
         )
     return rows
+
+
+def _syncs(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1f}"
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
