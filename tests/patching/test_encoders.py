@@ -12,10 +12,11 @@ from tolerance import assert_float32, assert_low_precision, assert_regrouped, di
 from transformers import BartConfig, BartForConditionalGeneration, BartForSequenceClassification
 
 from trl_packfa import check, describe, patch, unpatch
-from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
+from trl_packfa.patching.unpadding import SpanLossOverride
 from trl_packfa.runtime.override import override_in
 
 LENGTHS = (9, 3, 14, 1)
@@ -122,11 +123,74 @@ def test_an_output_that_groups_cannot_join_is_refused(monkeypatch):
         model(**batch())
 
 
+def test_a_single_number_that_groups_return_is_refused(monkeypatch):
+    """How much each group's loss counts is not known."""
+    model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
+    override = override_in(model)
+    forward = override.call_original
+    monkeypatch.setattr(override, "call_original", lambda **call: (forward(**call)[0].mean(), forward(**call)[0]))
+    with pytest.raises(PackingError, match="unpad=True cannot join the single numbers"):
+        model(**batch())
+
+
+def spans():
+    return {"start_positions": torch.tensor([2, 0, 5, 0]), "end_positions": torch.tensor([8, 2, 13, 0])}
+
+
+def loss_of(model, labels):
+    """The loss that the model itself computes, and its gradients."""
+    model.zero_grad()
+    loss = model(**batch(), **labels).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model_type", ["bert", "mpnet", "t5", *in_full("bart", "modernbert", "mt5", "led")])
+def test_question_answering_has_the_padded_loss(model_type, caplog):
+    """The model's own loss is a softmax over all columns of a row, pads too."""
+    model = small_encoder(model_type, "QuestionAnswering")
+    expected, logits = loss_of(model, spans()), model(**batch()).start_logits
+    unpadding = find_state(patch(model, unpad=True)).unpadding
+    for _ in range(2):
+        assert_same(loss_of(model, spans()), expected, limit=0.0)
+    said = f"{type(model).__name__} with start_positions run with their pads: its own loss is a softmax over all"
+    assert sum(said in record.message for record in caplog.records) == 1 and not unpadding.calls
+    tokens = batch()["attention_mask"].bool()
+    assert (model(**batch()).start_logits - logits)[tokens].abs().max() < 1e-5 and unpadding.calls == 1
+
+
+def test_negative_control_the_loss_of_question_answering_without_pads_is_another(monkeypatch):
+    model = small_encoder("bert", "QuestionAnswering")
+    expected, _ = loss_of(model, spans())
+    monkeypatch.setattr(SpanLossOverride, "_trains_on_spans", lambda self, call: False)
+    patch(model, unpad=True)
+    assert abs(model(**batch(), **spans()).loss - expected) > 1e-2
+    with pytest.raises(ContaminationError, match=r"BertEncoder: the loss depends on what the model computes at a pad"):
+        loss_of(model, spans())
+
+
+@pytest.mark.parametrize("head", ["TokenClassification", "MaskedLM"])
+@pytest.mark.parametrize("model_type", ["bert", "mpnet"])
+def test_labels_at_pads_are_refused_and_masked_ones_are_not(model_type, head):
+    """Stock code trains on pads whose labels are not -100; without pads nothing is computed there."""
+    model, tokens = small_encoder(model_type, head), batch()["attention_mask"].bool()
+    masked = {"labels": (batch()["input_ids"] % 2).masked_fill(~tokens, -100)}
+    expected = loss_of(model, masked)
+    patch(model, unpad=True)
+    with pytest.raises(ContaminationError, match=r"computes at a pad, column 9 of row 0(?s:.*)labels of -100"):
+        loss_of(model, {"labels": batch()["input_ids"] % 2})
+    unpatch(model)
+    assert_same(loss_of(patch(model, unpad=True), masked), expected)
+
+
 def test_under_torch_compile():
     model = small_encoder("bert", "SequenceClassification")
     logits, grads = run(model, batch())
     expected = logits, {f"_orig_mod.{name}": grad for name, grad in grads.items()}
     assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected)
+    model = small_encoder("bert", "QuestionAnswering")
+    loss, _ = loss_of(model, spans())
+    assert loss_of(torch.compile(patch(model, unpad=True), backend="eager"), spans())[0] == loss
 
 
 def test_negative_controls_are_seen(monkeypatch):
@@ -186,7 +250,7 @@ def bart_config():
     return BartConfig(vocab_size=tiny.VOCAB, pad_token_id=0, dropout=0.0, **sizes)
 
 
-def test_rows_with_a_text_for_the_decoder_run_as_they_are():
+def test_rows_with_a_text_for_the_decoder_run_as_they_are(caplog):
     """Its pads are others, although both texts may be equally long in the batch."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(bart_config())
@@ -195,6 +259,7 @@ def test_rows_with_a_text_for_the_decoder_run_as_they_are():
     patch(model, unpad=True)
     state = find_state(model)
     assert torch.equal(model(**inputs).logits, expected.logits) and state.unpadding.calls == 0
+    assert "calls of BartModel that bring inputs of its decoder run with their pads" in caplog.text
     model(**batch())
     assert state.unpadding.calls == 1
 

@@ -11,7 +11,11 @@ from padded import SIDES, padded, rows
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import small_model
 from tolerance import assert_float32, assert_gradients, differs
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
@@ -150,6 +154,32 @@ def test_token_classification_and_value_heads():
     assert counted(model).calls and len(states) == len(our_states)
     for actual, expected in zip([ours, *our_states], [logits, *states], strict=True):
         assert_float32(actual, expected.double())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_question_answering_of_a_decoder_has_the_padded_loss_and_takes_no_packed_rows(model_type):
+    model, batch = AutoModelForQuestionAnswering.from_config(small_model(model_type).config), padded(tiny.documents())
+    spans = {"start_positions": torch.tensor([2, 0, 5, 0, 4]), "end_positions": torch.tensor([8, 0, 13, 0, 6])}
+    model.eval()
+    expected, logits = model(**batch, **spans).loss, model(**batch).end_logits
+    patch(model, unpad=True)
+    assert torch.equal(model(**batch, **spans).loss, expected)
+    real, before = batch["attention_mask"].bool(), counted(model).calls
+    assert_float32(model(**batch, use_cache=False).end_logits[real], logits[real].double())
+    assert counted(model).calls == before + 1
+    ids, layout = torch.cat(tiny.documents())[None], PackedLayout.from_lengths(tiny.LENGTHS)
+    for one in (model, patch(unpatch(model))):
+        with pytest.raises(PackingError, match="start_positions and end_positions cannot come with packed rows"):
+            one(input_ids=ids, packed_layout=layout, **{name: value[:1] for name, value in spans.items()})
+
+
+def test_labels_at_pads_are_refused():
+    """A causal LM predicts the first pad from a true token, the others from pads."""
+    model, batch = patch(tiny.model(layers=2), unpad=True), padded(tiny.documents())
+    with pytest.raises(ContaminationError, match=r"LlamaModel: the loss depends on what the model computes at a pad"):
+        model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    patch(unpatch(model), unpad=True)(**batch, labels=labels, use_cache=False).loss.backward()
 
 
 def test_the_routers_loss_is_the_padded_one():

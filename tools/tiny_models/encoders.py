@@ -103,8 +103,14 @@ def small_encoder(model_type: str, head: str, **sizes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    for module in model.modules():  # in training, too: two runs are compared
-        for name in ("p", "dropout_prob", "attention_dropout", "hidden_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    drop_nothing(model)
     return model
+
+
+def drop_nothing(model: PreTrainedModel) -> None:
+    """Set all rates of dropout to 0, so that two runs in training mode can be compared."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for owner in (*model.modules(), *configs):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in name or name == "p"):
+                setattr(owner, name, 0.0)

@@ -18,6 +18,7 @@ from ..errors import ContaminationError
 from ..layout.padded_rows import PaddedRows
 from ..patching import cross_attention
 from ..patching.handed_masks import handed_masks
+from ..patching.unpadding import states_of
 from .compare import FLOORS, NOISE_FACTOR, relative_difference
 from .quiet import quiet
 from .rounding import last_places_off
@@ -49,26 +50,6 @@ class PaddedBatchProof(NamedTuple):
         )
 
 
-def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
-    """Raise [`ContaminationError`] in the backward if a loss depends on hidden states `(B, L, D)` at pads.
-
-    These states are zeros where the model runs without pads. `name` is for the error.
-    """
-
-    def look(gradient: torch.Tensor) -> None:
-        at_pads = gradient.detach().flatten(0, 1).any(-1)
-        at_pads[rows.index(at_pads.device)] = False
-        if bool(at_pads.any()):
-            row, column = divmod(int(at_pads.nonzero()[0]), rows.shape[1])
-            raise ContaminationError(
-                f"{name}: the loss depends on what the model computes at a pad, column {column} of row {row}.",
-                why=["without pads nothing is computed there"],
-                do="Mask pads in the loss, or train padded, without padding_free.",
-            )
-
-    states.register_hook(look)
-
-
 @torch.no_grad()
 def compare_padded_batch(
     backbone: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
@@ -79,7 +60,7 @@ def compare_padded_batch(
     """
     chosen = _choose(rows)
     with quiet(backbone, training=True):
-        together = backbone(**call).last_hidden_state
+        together = states_of(backbone(**call))
         alone = [_alone(forward, call, rows, i) for i in chosen]
         with last_places_off(backbone):
             rounded = [_alone(forward, call, rows, i) for i in chosen]
@@ -107,4 +88,4 @@ def _alone(forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, 
     own = {**rows.row_of_call(call, row), **cross_attention.row_of_call(call, rows, row)}
     if (masks := handed_masks(call.get("attention_mask"))) is not None:
         own["attention_mask"] = masks.of_row(rows, row)
-    return forward(**own).last_hidden_state[0]
+    return states_of(forward(**own))[0]

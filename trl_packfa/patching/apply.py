@@ -30,11 +30,11 @@ from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
-from .inspect import class_names, find_parts, inner_model
+from .inspect import class_names, find_parts, forward_takes, inner_model
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchOptions, PatchState, find_state
-from .unpadding import Sharing, Unpadding
+from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding
 
 Value = TypeVar("Value")
 
@@ -90,6 +90,9 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
         planned += _plan_masks(inner, state)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
     overrides = _plan_outside(inner, state) + _plan_inside(state)
+    if forward_takes(inner, SPANS[0]):
+        before = next((override for override in reversed(overrides) if override.module is inner), None)
+        overrides.append(SpanLossOverride(inner, state.unpadding, before))
     if not (patch.encoder or patch.by_length):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]

@@ -135,6 +135,7 @@ class LengthGroupsOverride(_EncoderOverride):
     def _find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a call that runs in groups; `None` if it runs as it is."""
         if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
+            self.unpadding.tell_once("trl-packfa: calls of %s that bring inputs of its decoder run with their pads.")
             return None  # its length is another one, or equal by chance
         rows = self.unpadding.rows_of(call, call)
         # Without the pads before it, a token would have another position.
@@ -179,6 +180,12 @@ def _merged(order: torch.Tensor, widths: Sequence[int], rows: PaddedRows, *outpu
             f"unpad=True cannot return a value of type {type(outputs[0]).__name__}, which is in this model's output.",
             why=["rows of similar length run together, and only tensors of several calls can be joined"],
             do="Patch the model with unpad=False.",
+        )
+    if not outputs[0].dim():
+        raise PackingError(
+            "unpad=True cannot join the single numbers that this model returns, such as a loss.",
+            why=["rows of similar length run together, and how a number of each group counts is not known"],
+            do="Compute the loss from the logits, or patch the model with unpad=False.",
         )
     parts, after = list(outputs), (0, 0) * (outputs[0].dim() - 2)
     if all(part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)):

@@ -9,18 +9,21 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from ..errors import InvalidLayout, PackingError
+from ..errors import ContaminationError, InvalidLayout, PackingError
 from ..layout import PackedLayout
-from ..layout.from_call import has_cache
+from ..layout.from_call import has_cache, layout_of
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
 from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
-from ..runtime.compile import outside_of_graphs
+from ..runtime.compile import around_graphs, outside_of_graphs
 from ..runtime.neftune import EmbeddingNoise
+from ..runtime.override import NamedOverride, forward_signature, set_inside
 from .inspect import inner_model
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ _OF_LAYOUT = ("position_ids", "seq_idx")
 # Rates at which a module draws random numbers while it trains.
 _DRAWS = re.compile(r"drop|jitter|noise")
 _NEFTUNE = "neftune_noise_alpha"
+# Labels of question answering: columns of a row. The models' own loss is a softmax over all columns, pads too.
+SPANS = ("start_positions", "end_positions")
 
 # Gets the backbone's unpatched forward, the call's arguments, its rows and its outputs.
 Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, Any], None]"
@@ -115,6 +120,9 @@ class Unpadding:
     is_on: bool = True  # whether calls run without pads; off while padded calls are measured
     takes_left: bool = True  # whether rows padded on the left run without their pads; the proof finds it
     watch: Watch | None = None  # called for every call that runs without its pads
+    # Whether the next backward refuses a loss that reads pads, and the model's name in that error.
+    guards: bool = True
+    called: str = ""
     noise: EmbeddingNoise = field(default_factory=lambda: EmbeddingNoise(0.0))
     calls: int = 0  # that ran without their pads so far
     tokens: int = 0  # true tokens of all masks so far
@@ -152,14 +160,14 @@ class Unpadding:
             return None
         if self._asks_for_cache(call):
             if self.module.training and torch.is_grad_enabled():
-                self._tell_once(
+                self.tell_once(
                     "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
                     "Set use_cache=False to train without them."
                 )
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
-            self._tell_once(
+            self.tell_once(
                 "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
                 "a row. Set tokenizer.padding_side='right'."
             )
@@ -202,10 +210,11 @@ class Unpadding:
             return asked is True
         return getattr(getattr(self.module, "config", None), "use_cache", None) is True
 
-    def _tell_once(self, text: str) -> None:
+    def tell_once(self, text: str, module: nn.Module | None = None) -> None:
+        """Log a warning about this module, or another one, if it was not logged before."""
         if text not in self._told:
             self._told |= {text}
-            logger.warning(text, type(self.module).__name__)
+            logger.warning(text, type(self.module if module is None else module).__name__)
 
     def _count(self, rows: PaddedRows) -> None:
         self.tokens += rows.num_tokens
@@ -217,10 +226,31 @@ class Unpadding:
             self.trained_documents += documents
 
     def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        """Count a call that ran without its pads, and pass it to `watch` with the backbone's unpatched `forward`."""
+        """Count a call that ran without its pads, and pass it to `watch` with the backbone's unpatched `forward`.
+
+        The first backward raises [`ContaminationError`] if the loss reads pads.
+        """
         self.calls += 1
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
+        if self.guards and torch.is_grad_enabled():
+            for value in _by_token(outputs, rows.shape):
+                value.register_hook(partial(self._refuse_gradients_at_pads, rows))
+
+    def _refuse_gradients_at_pads(self, rows: PaddedRows, gradient: torch.Tensor) -> None:
+        """Raise [`ContaminationError`] if a loss depends on outputs `(B, L, ...)` at pads: they are zeros here."""
+        at_pads = gradient.detach().reshape(rows.shape[0] * rows.shape[1], -1).any(-1)
+        at_pads[rows.index(at_pads.device)] = False
+        if bool(at_pads.any()):
+            row, column = divmod(int(at_pads.nonzero()[0]), rows.shape[1])
+            raise ContaminationError(
+                f"{self.called or type(self.module).__name__}: the loss depends on what the model computes at a pad, "
+                f"column {column} of row {row}.",
+                why=["without pads nothing is computed there"],
+                do="Mask pads in the loss (labels of -100), or train padded: without padding_free, or with "
+                "patch(model, unpad=False).",
+            )
+        self.guards = False
 
     @outside_of_graphs
     def put_back(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> Any:
@@ -228,6 +258,67 @@ class Unpadding:
         outputs = rows.put_back_outputs(outputs)
         self.note(forward, call, rows, outputs)
         return outputs
+
+
+def states_of(outputs: Any) -> torch.Tensor:
+    """Return the hidden states `(B, L, D)` in a backbone's outputs.
+
+    Of a whole model for question answering that runs in groups they are its logits, `(B, L, 2)`.
+    """
+    if isinstance(outputs, tuple):  # with return_dict=False the hidden states come first
+        return outputs[0]
+    if "last_hidden_state" in outputs:
+        return outputs.last_hidden_state
+    return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+
+
+def _by_token(outputs: Any, shape: tuple[int, int]) -> list[torch.Tensor]:
+    """Return the outputs `(B, L, ...)` with gradients; of shape `(B, L)` only the logits of question answering."""
+    logits = [getattr(outputs, name, None) for name in ("start_logits", "end_logits")]
+    others = [value for value in tree_leaves(outputs) if isinstance(value, torch.Tensor) and value.dim() > 2]
+    found = [value for value in (*others, *logits) if value is not None and value.shape[:2] == shape]
+    return [value for value in found if value.requires_grad]
+
+
+class SpanLossOverride(NamedOverride):
+    """Forward of a model for question answering, whose calls with labels run with their pads.
+
+    The model's own loss is a softmax over all columns of a row. So it reads the logits at pads, which are not there
+    without the pads, and in a packed row it would read other documents.
+    """
+
+    def __init__(self, module: nn.Module, unpadding: Unpadding | None, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original)
+        self.unpadding = unpadding
+        self.__signature__ = forward_signature(module)  # the Trainer reads it
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        if not self._trains_on_spans(self.named(args, kwargs)):
+            return self.call_original(*args, **kwargs)
+        with set_inside(self.unpadding, is_on=False):
+            return self.call_original(*args, **kwargs)
+
+    @outside_of_graphs
+    def _trains_on_spans(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call brings labels and could run without pads; raise [`PackingError`] for packed rows."""
+        if all(call.get(name) is None for name in SPANS):
+            return False
+        if layout_of(call) is not None:
+            raise PackingError(
+                f"{' and '.join(SPANS)} cannot come with packed rows.",
+                why=[f"the loss of {type(self.module).__name__} is a softmax over a whole row, other documents too"],
+                do="Pass the documents as a padded batch.",
+            )
+        if self.unpadding is None or not self.unpadding.is_on:
+            return False
+        self.unpadding.tell_once(
+            "trl-packfa: calls of %s with start_positions run with their pads: its own loss is a softmax over all "
+            "columns of a row, pads too. Calls without labels run without them.",
+            self.module,
+        )
+        return True
 
 
 def _modalities(call: dict[str, Any]) -> list[str]:

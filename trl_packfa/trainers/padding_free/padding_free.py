@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ...api import patch, unpatch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
-from ...exactness.first_padded_batch import PaddedBatchProof, compare_padded_batch, refuse_gradients_at_pads
+from ...exactness.first_padded_batch import PaddedBatchProof, compare_padded_batch
 from ...layout.padded_rows import PaddedRows
 from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
@@ -268,6 +268,7 @@ class PaddingFreeRun(TrainerCallback):
                     why=["only some of the trainer's models are patched, and that combination was not verified"],
                     do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
                 )
+            patched.unpadding.guards, patched.unpadding.called = True, f"{type(self.trainer).__name__}.{name}"
             if self.check_first_batch:
                 patched.unpadding.watch = partial(self._check_call, name)
         self._since, self._trained, self._step = self._counts(), np.zeros(6), state.global_step
@@ -325,14 +326,11 @@ class PaddingFreeRun(TrainerCallback):
     def _check_call(
         self, name: str, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any
     ) -> None:
-        """Check a model's first calls without padding.
-
-        The first call is compared with its rows alone. In the first call that trains, the loss must not read padding.
-        """
+        """Compare a model's first call without padding with its rows alone."""
         model, called = self.models[name], f"{type(self.trainer).__name__}.{name}"
         state = find_state(model)
         assert state is not None and state.unpadding is not None
-        watch, state.unpadding.watch = state.unpadding.watch, None  # because the model is called again below
+        state.unpadding.watch = None  # because the model is called again below
         # A backbone cannot run again inside its own call with sharded weights, which are gathered once per call, nor
         # with activated LoRA, which finds its invocation tokens outside of the backbone.
         sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
@@ -347,10 +345,3 @@ class PaddingFreeRun(TrainerCallback):
                 "saved.", name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
             )  # fmt: skip
             first.require_exact(called)
-        # With return_dict=False the outputs are a tuple with the hidden states first.
-        last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
-        for each in (last, *(getattr(outputs, "hidden_states", None) or ())):
-            if each.requires_grad:
-                refuse_gradients_at_pads(each, rows, called)
-        if not last.requires_grad:
-            state.unpadding.watch = watch
