@@ -1,7 +1,7 @@
 """Measure every encoder type with each of its heads: padded batches without their pads, beside the same padded rows.
 
-`python tools/encoder_matrix.py` builds each type small, patches it with `unpad=True`, and writes
-`patches/encoders.json`. The documentation's table is made from this file.
+`python tools/encoder_matrix.py` builds each type small, patches it with `unpad=True`, trains it two steps in its
+trainer, and writes `patches/encoders.json`. The documentation's table is made from this file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from composite_matrix import differences, reason_of, rows_that_see_each_other
 from support_matrix import rounded, run_types
 from tiny_models.composites import padded
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
+from trainer_runs import compare_head, off_by
 
 from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
@@ -38,7 +39,18 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 def measure_type(name: str) -> dict[str, Any]:
     """Measure all heads of one type, and return its entry for `encoders.json`."""
-    return {head: measure_head(name, head) for head in heads_of(name)}
+    found = {head: measure_head(name, head) for head in heads_of(name)}
+    for head, result in found.items():
+        if result["verdict"] == "exact":
+            result["trainer"] = train_head(name, head)
+    return found
+
+
+def train_head(name: str, head: str) -> dict[str, Any]:
+    """Train one type with one head in its trainer, with and without padding; return how far the runs are apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return off_by(lambda: compare_head(small_encoder(name, head).train(), head))
 
 
 def measure_head(name: str, head: str) -> dict[str, Any]:

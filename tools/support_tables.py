@@ -8,8 +8,10 @@ The pages hold its output between comments with the command; tests compare both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from trainer_runs import COMPARED, trains_as_padded
 
 from trl_packfa.adapters import table
 from trl_packfa.adapters.table import EXACT
@@ -77,7 +79,7 @@ def composite_table(types: Results) -> str:
     }
     unknown = [name for name, result in types.items() if result["verdict"] == "not built"]
     lines += ["", *_refused(f"refused with images ({len(refused)})", refused)]
-    return "\n".join([*lines, "", _not_built(unknown)])
+    return "\n".join([*lines, "", _not_built(unknown), "", _trained("types", exact.values())])
 
 
 def _names(names: Iterable[str]) -> str:
@@ -86,6 +88,18 @@ def _names(names: Iterable[str]) -> str:
 
 def _not_built(names: Sequence[str]) -> str:
     return f"No small model could be built of these, so your own is checked ({len(names)}): {_names(names)}."
+
+
+def _trained(what: str, exact: Collection[Mapping[str, Any]]) -> str:
+    """Return how many of these trained two steps in a trainer as the padded run did, and how far they were apart."""
+    runs = [result["trainer"] for result in exact if "trainer" in result]
+    same = [run for run in runs if trains_as_padded(run)]
+    worst = {key: max((run[key] for run in same), default=0.0) for key in COMPARED}
+    failed = f" {len(runs) - len(same)} did not." if len(same) < len(runs) else ""
+    return (
+        f"{len(same)} of the {len(exact)} exact {what} were trained: two steps in the trainer, beside the padded run. "
+        f"Losses were off by {worst['loss']:.1e} at most, gradient norms by {worst['grad_norm']:.1e}.{failed}"
+    )
 
 
 def encoder_table(types: Mapping[str, Results]) -> str:
@@ -112,12 +126,25 @@ def encoder_table(types: Mapping[str, Results]) -> str:
         f"{_in_half(exact, ''):.1f} times as far from float64 as those with pads, gradients "
         f"{_in_half(exact, ' gradients'):.1f} times.",
         "",
+        f"{_trained('heads', exact)} With their pads trained {_with_pads(types)}.",
+        "",
         "| not served | why |",
         "|---|---|",
     ]
     lines += [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()]
     unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
     return "\n".join([*lines, "", _not_built(unknown)])
+
+
+def _with_pads(types: Mapping[str, Results]) -> str:
+    """Return the heads whose trainer ran with pads: their loss reads them, or the decoder's inputs have their own."""
+    found = []
+    for head, words in HEADS.items():
+        runs = {name: heads[head]["trainer"] for name, heads in types.items() if "trainer" in heads.get(head, {})}
+        names = [name for name, run in runs.items() if run.get("saved") == 0]
+        if names:
+            found.append(words if len(names) == len(runs) else f"{words} of {_names(names)}")
+    return " and ".join(found)
 
 
 def _in_half(exact: Iterable[Mapping[str, Any]], of: str) -> float:

@@ -3,6 +3,7 @@ one type of each kind again, `make test-exhaustive` all."""
 
 import composite_matrix as matrix
 import pytest
+import trainer_runs
 from selection import one_of_each
 from tiny_models.composites import composite_types
 
@@ -23,8 +24,17 @@ def test_running_gives_what_is_committed(model_type):
         pytest.skip(committed["why"])
     if installed_version("transformers") != composites()["versions"]["transformers"]:
         pytest.skip("measured with another transformers")
-    found = matrix.measure_type(model_type)
+    found = matrix.measure(model_type)
     assert [found.get(key) for key in COMPARED] == [committed.get(key) for key in COMPARED], found
+
+
+EXACT = {name: KINDS[name][1] for name, result in composites()["types"].items() if result["verdict"] == "exact"}
+
+
+@pytest.mark.parametrize("model_type", one_of_each(EXACT, EXACT))
+def test_two_steps_in_the_trainer_are_the_padded_ones(model_type):
+    found = matrix.train_type(model_type)
+    assert trainer_runs.trains_as_padded(found) and found["saved"] > 0, found
 
 
 def test_the_command_lists_them(capsys):

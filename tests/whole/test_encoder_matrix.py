@@ -3,8 +3,9 @@ again, `make test-exhaustive` all."""
 
 import encoder_matrix as matrix
 import pytest
+import trainer_runs
 from selection import one_of_each
-from tiny_models.encoders import encoder_types
+from tiny_models.encoders import encoder_types, heads_of
 from tolerance import VISIBLE, assert_rounding
 
 from trl_packfa.cli.main import main
@@ -26,8 +27,39 @@ KINDS = {name: tuple(sorted({(result["verdict"], result.get("level", "")) for re
 def test_running_gives_what_is_committed(model_type):
     if installed_version("transformers") != encoders()["versions"]["transformers"]:
         pytest.skip("measured with another transformers")
-    found = matrix.measure_type(model_type)
+    found = {head: matrix.measure_head(model_type, head) for head in heads_of(model_type)}
     assert results_of(found) == results_of(encoders()["types"][model_type]), found
+
+
+EXACT = {(name, head): (head, result["level"]) for name, heads in encoders()["types"].items()
+         for head, result in heads.items() if result["verdict"] == "exact"}  # fmt: skip
+
+
+# Their labels become inputs of the decoder, with pads of their own.
+WITH_PADS = [("bart", "MaskedLM"), ("mbart", "MaskedLM"), ("mvp", "MaskedLM")]
+
+
+@pytest.mark.parametrize("case", one_of_each(EXACT, EXACT), ids=" ".join)
+def test_two_steps_in_its_trainer_are_the_padded_ones(case):
+    if case[1] == "Embeddings":
+        pytest.importorskip("sentence_transformers")
+    found = matrix.train_head(*case)
+    assert trainer_runs.trains_as_padded(found), found
+    assert (found["saved"] == 0) == (case[1] == "QuestionAnswering" or case in WITH_PADS)
+
+
+def test_rows_that_see_each_other_train_otherwise():
+    """The negative control of the comparison above."""
+    model = matrix.small_encoder("bert", "MaskedLM")
+    with matrix.rows_that_see_each_other():
+        found = trainer_runs.compare_head(model, "MaskedLM", check_first_batch=False)
+    assert found["loss"] > 1e-3 and not trainer_runs.trains_as_padded(found)
+
+
+def test_a_trainer_that_raises_is_a_result():
+    found = matrix.train_head("t5", "SequenceClassification")
+    assert found["raises"].startswith("UnsupportedModel: Trainer.model cannot run without its pads")
+    assert not trainer_runs.trains_as_padded(found)
 
 
 def test_a_leak_is_seen(monkeypatch):
