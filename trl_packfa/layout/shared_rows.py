@@ -14,8 +14,8 @@ from .padded_rows import PaddedRows, remember, remembered
 from .prefix_tree import SHORTEST, PrefixTree
 from .shared_prefix import TokenGather
 
-# Attribute of input ids whose rows were compared.
-_KNOWN = "_trl_packfa_shared"
+# Attributes of input ids whose padded rows, or packed documents, were compared.
+_KNOWN, _KNOWN_PACKED = "_trl_packfa_shared", "_trl_packfa_shared_documents"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +105,28 @@ class SharedDocuments(SharedRows):
 def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> SharedDocuments | None:
     """Return the documents of a packed batch `(B, L)` with each common prefix once; `None` if no two share one.
 
-    The ids are copied to the host and compared once for each layout, unless the collator has compared them.
+    They are a matter of the ids, and a layout may be used for several batches: so they are kept with the tensor of
+    ids. The ids are copied to the host and compared, unless the collator has compared them.
     """
-    if _KNOWN not in layout.memo:
-        tree, shape = layout.prefix_tree or tree_of(layout, input_ids), (layout.rows, layout.row_length)
+    known = remembered(input_ids, _KNOWN_PACKED)
+    if known is None or known[0] != (layout.rows, layout.lengths):
+        tree, shape = _told_tree(layout, input_ids) or tree_of(layout, input_ids), (layout.rows, layout.row_length)
         shared = SharedDocuments(shape, (), layout.lengths, **tree._asdict())
-        layout.memo[_KNOWN] = shared if tree.saved else None
-    return layout.memo[_KNOWN]
+        known = (layout.rows, layout.lengths), shared if tree.saved else None
+        remember(input_ids, _KNOWN_PACKED, known)
+    return known[1]
+
+
+def _told_tree(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree | None:
+    """Return the tree that the collator has made, if it is one of these ids.
+
+    On a CPU the ids are compared with it. An accelerator would wait for that, so there it counts for one batch only.
+    """
+    tree, first = layout.prefix_tree, _KNOWN_PACKED not in layout.memo
+    layout.memo[_KNOWN_PACKED] = True
+    if tree is not None and input_ids.device.type == "cpu":
+        return tree if tree.fits([ids.numpy() for ids in layout.split(input_ids.detach())]) else None
+    return tree if first else None
 
 
 def tree_of(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree:

@@ -50,7 +50,7 @@ class Sharing:
     def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
         self.refusal, self.backbone = refusal, backbone
         self._rates: list[tuple[Any, str]] = []
-        self._modules = 0
+        self._modules: list[nn.Module] = []
         self._told = False
 
     def rows_of(self, call: Mapping[str, Any], rows: PaddedRows) -> SharedRows | None:
@@ -101,8 +101,8 @@ class Sharing:
     def _draws(self) -> str | None:
         """Return the name of a rate at which the model draws random numbers now: each row would draw its own."""
         modules = list(self.backbone.modules())
-        if len(modules) != self._modules:  # an adapter has come, with dropout of its own
-            self._modules, self._rates = len(modules), _rates_of(modules)
+        if modules != self._modules:  # an adapter has come, or has replaced another, with dropout of its own
+            self._modules, self._rates = modules, _rates_of(modules)
         drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
         return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
 

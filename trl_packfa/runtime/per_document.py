@@ -93,22 +93,27 @@ def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tens
     """Return the token numbers `(G, M)` of each group, and each packed token's place in the joined groups."""
     # All layers of a call need the same: it is computed on the host once, and copied to the device once.
     if ("groups", device) not in layout.memo:
-        # Example: lengths [1, 3] in one group, the longest first. The indices are [[1, 2, 3], [0, 0, 0]], and
-        # [[1, 1, 1], [1, 0, 0]] of them are real. So the packed tokens 0, 1, 2, 3 lie at the group's places
-        # [3, 0, 1, 2].
-        starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
-        groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
-        for group in group_by_length(layout.lengths, device):
-            documents = torch.tensor(group)
-            lengths_G1 = torch.tensor([layout.lengths[i] for i in group])[:, None]
-            steps_M = torch.arange(int(lengths_G1.max()))
-            index_GM = starts[documents][:, None] + steps_M.minimum(lengths_G1 - 1)
-            real_GM = steps_M < lengths_G1
-            place[index_GM[real_GM]] = filled + real_GM.flatten().nonzero().flatten()
-            filled += index_GM.numel()
-            groups.append(index_GM.to(device))
-        layout.memo["groups", device] = groups, place.to(device)
+        layout.memo["groups", device] = _make_groups(layout, device)
     return layout.memo["groups", device]
+
+
+@torch.inference_mode(False)  # autograd accepts no tensors that were made there, and the layout may train afterwards
+def _make_groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    # Example: lengths [1, 3] in one group, the longest first. The indices are [[1, 2, 3], [0, 0, 0]], and
+    # [[1, 1, 1], [1, 0, 0]] of them are real. So the packed tokens 0, 1, 2, 3 lie at the group's places
+    # [3, 0, 1, 2].
+    starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
+    groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
+    for group in group_by_length(layout.lengths, device):
+        documents = torch.tensor(group)
+        lengths_G1 = torch.tensor([layout.lengths[i] for i in group])[:, None]
+        steps_M = torch.arange(int(lengths_G1.max()))
+        index_GM = starts[documents][:, None] + steps_M.minimum(lengths_G1 - 1)
+        real_GM = steps_M < lengths_G1
+        place[index_GM[real_GM]] = filled + real_GM.flatten().nonzero().flatten()
+        filled += index_GM.numel()
+        groups.append(index_GM.to(device))
+    return groups, place.to(device)
 
 
 def _causal_mask(length: int, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
