@@ -64,6 +64,18 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
     return relative_difference(actual_nV, expected_nV, typical=typical)
 
 
+def routed_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
+    """Return the [`relative_difference`] of a router's outputs `(n, ...)`: of choices, 1 for a token with another one.
+
+    Masked scores are equal if both are masked.
+    """
+    if actual.is_floating_point():
+        masked = (actual == expected) & ~actual.isfinite()
+        return relative_difference(actual.masked_fill(masked, 0), expected.masked_fill(masked, 0), typical=typical)
+    off_n = (actual != expected).flatten(1).any(1).float()
+    return float((off_n.median() if typical else off_n.mean()).sqrt())
+
+
 def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
 ) -> tuple[Finding, str | None]:

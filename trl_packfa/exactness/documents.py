@@ -16,18 +16,26 @@ LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66, 2, 16, 64, 16, 128, 16, 
 LONG_ROWS = ((0, 2, 18), (8, 6, 10, 16, 12, 13), (3, 4, 5, 7, 9, 11, 14, 15, 17, 19, 1))
 # Three of them, for runs through all layers of a model of any size.
 SHORT: tuple[int, ...] = (0, 3, 10)
-# Arrangements of documents of `LONG` in which code may take another path. Shorter rows end in padding.
+# Arrangements of documents of `LONG` in which code may take another path. Shorter rows end in padding. `draw_shapes`
+# adds others, and the three documents of `SHORT` are one more.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "one document": ((6,),),
-    "two documents, ascending": ((7, 10),),
-    "three documents": ((0, 6, 12),),
+    "two documents, ascending": ((7, 2),),
     "four documents of one length, 64 tokens": ((13, 15, 17, 19),),
-    "six documents, ascending": ((3, 12, 7, 0, 10, 1),),
     "five documents, descending, 128 tokens": ((14, 6, 1, 12, 3),),
+    "six documents, ascending": ((3, 12, 7, 0, 10, 1),),
     "four rows of one document": ((13,), (15,), (17,), (19,)),
     "five rows of unequal documents": ((0, 7), (13,), (10, 12), (15, 3), (17,)),
 }
 SEVERAL_ROWS = "four rows of one document"
+# The arrangement in which every position of the documents passes the LM head: some beyond the hundredth.
+SCORED = "two documents, ascending"
+# Documents of `LONG` that are put into drawn arrangements, and the numbers of rows that are drawn.
+_SMALL, _ROWS = tuple(i for i, length in enumerate(LONG) if length <= 24), (1, 2, 3, 6, 7, 8)
+# Documents of at least so many tokens may begin alike, in up to so many tokens: fewer than would be computed once.
+_TEMPLATED, _ALIKE = 5, 8
+# Number of documents that hold a special token.
+_WITH_SPECIAL = 4
 _LONGEST = LONG.index(max(LONG))
 # Some documents, by place in `LONG`, are longer if kernels work in tiles of up to 128 tokens. They then have one, two
 # and more than three tiles, whose blocks of keys are whole, partial and, with a window, skipped.
@@ -81,6 +89,19 @@ def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, ti
     wanted = [_TILED.get(i, length) if tiled else length for i, length in enumerate(LONG)]
     lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(wanted))
     return tuple(min(length, max_positions or length) for length in lengths)
+
+
+def draw_shapes(seed: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Draw more arrangements of documents of `LONG`: seven in a row, four in two rows, and several in several rows."""
+    generator = torch.Generator().manual_seed(seed)
+    seven, four, more = ([_SMALL[i] for i in torch.randperm(len(_SMALL), generator=generator)] for _ in range(3))
+    rows = _ROWS[int(torch.randint(len(_ROWS), (), generator=generator))]
+    number = int(torch.randint(8, len(_SMALL) + 1, (), generator=generator))
+    return {
+        "seven documents": (tuple(seven[:7]),),
+        "two rows": (tuple(four[:2]), tuple(four[2:4])),
+        f"{number} documents in {rows} rows": tuple(tuple(more[row:number:rows]) for row in range(rows)),
+    }
 
 
 def replacements(documents: int) -> list[tuple[bool, ...]]:
@@ -150,3 +171,31 @@ def draw_documents(
             other.copy_(torch.randint(0, vocabulary - 1, ids.shape, generator=generator))
             other += (other >= ids).long()
     return tokens, others
+
+
+def add_templates(tokens: Documents, others: Documents, special: Sequence[int], seed: int) -> None:
+    """Let half of the documents begin alike, as templates do, and put special tokens into some, in place.
+
+    They have one to eight first tokens in common, half of them with their replacement, too. No document begins with a
+    special token that others do not have there: some models embed it as zeros.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    able = [i for i, ids in enumerate(tokens) if len(ids) >= _TEMPLATED]
+
+    def some(number: int) -> list[int]:
+        return [able[i] for i in torch.randperm(len(able), generator=generator)[:number]]
+
+    def below(number: int) -> int:
+        return int(torch.randint(number, (), generator=generator))
+
+    chosen = some(max(2, len(able) // 2))
+    beginning = max((tokens[i] for i in chosen), key=len, default=torch.empty(0, dtype=torch.long))[:_ALIKE].clone()
+    for place, i in enumerate(chosen):
+        common = 1 if place % 2 else 1 + below(min(_ALIKE, len(tokens[i]) // 2))
+        tokens[i][:common] = beginning[:common]
+        if place % 4 < 2:
+            others[i][:common] = beginning[:common]
+    for token in special:
+        for i in some(_WITH_SPECIAL):
+            for ids in (tokens[i], others[i]):
+                ids[1 + below(len(ids) - 1)] = token

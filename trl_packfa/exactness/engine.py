@@ -14,7 +14,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from .compare import Finding, relative_difference, relative_gradients, relative_logits, worst, worst_gradient
+import torch
+
+from .compare import (
+    Finding,
+    relative_difference,
+    relative_gradients,
+    relative_logits,
+    routed_difference,
+    worst,
+    worst_gradient,
+)
 from .following import Key, Run
 from .probe import dtype_of
 from .rounding import last_places_off
@@ -67,49 +77,53 @@ def compare(
     *,
     rounding: Way | None = None,
     others: Sequence[Way] = (),
+    gradients: bool = True,
     names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
 ) -> Comparison:
     """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
     The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
-    compared; `others` run some documents, in which parameters get no gradients. Rounding is measured in a way of its
+    compared; `others` run some documents, in which parameters get no gradients. Without `gradients` nothing gets any
+    and no graph is built. Rounding is measured in a way of its
     own (by default the reference): run as it is, and with every value off by up to a last place. `names` of the three
     are for the progress bar.
 
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
     """
-    rounding = rounding or reference
+    rounding, plus, minus = rounding or reference, *((1.0, -1.0) if gradients else (None, None))
     subject.begin(names[0], 0.4)
     subject.clear()
-    expected, norms = reference(1.0, {}), subject.sizes()
+    expected, norms = reference(plus, {}), subject.sizes()
     copied = subject.copied()
     found = []
     for number, way in enumerate(candidates):
         subject.begin(names[1], 0.25 / len(candidates))
         if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
-            reference(1.0, {}) if copied is None else subject.put_back(copied)
-        found.append(_differences(subject, way(-1.0, expected), expected))
+            reference(plus, {}) if copied is None else subject.put_back(copied)
+        found.append(_differences(subject, way(minus, expected), expected))
     subject.begin("what rounding alone changes", 0.15)
-    noise = _rounding(subject, rounding, expected)
+    noise = _rounding(subject, rounding, expected, gradients)
     subject.clear()
     subject.begin(names[2], 0.2)
-    found += [_differences(subject, way(-1.0, expected), expected) for way in others]
+    found += [_differences(subject, way(minus, expected), expected) for way in others]
     comparison = _judged(subject, expected, norms, found, noise)
     # One draw of random last places may show less rounding than there is, and the reference may round more than the
     # way in which rounding is measured: attention of documents alone runs in another kernel. So before the model is
     # blamed for a difference near its limit, rounding is drawn again, and in the reference, too.
     if subject.anywhere(1 < comparison.excess <= _NEAR):
         for _ in range(_MORE_DRAWS):
-            noise = noise.or_larger(_rounding(subject, rounding, expected))
-        noise = noise.or_larger(_rounding(subject, reference, expected), _REFERENCE_SHARE)
+            noise = noise.or_larger(_rounding(subject, rounding, expected, gradients))
+        noise = noise.or_larger(_rounding(subject, reference, expected, gradients), _REFERENCE_SHARE)
         subject.clear()
         comparison = _judged(subject, expected, norms, found, noise)
     overflows = comparison.gradients is not None and not math.isfinite(comparison.gradients.difference)
     if subject.anywhere(overflows) and subject.scale_down():
         del expected, copied, comparison  # this try's traces and gradients, before the next one takes memory
-        return compare(subject, reference, candidates, rounding=rounding, others=others, names=names)
+        return compare(
+            subject, reference, candidates, rounding=rounding, others=others, gradients=gradients, names=names
+        )
     return comparison
 
 
@@ -141,7 +155,11 @@ def layer_differences(run: Run, expected: Run, *, typical: bool) -> Differences:
         other = expected[i]
         for key, value in own.trace.items():
             same = key in other.trace and other.trace[key].shape == value.shape
-            if same and key.kind != "routed" and value.is_floating_point():
+            if same and torch.equal(value, other.trace[key]):
+                layers[key, i] = 0.0
+            elif same and key.kind == "routed":
+                layers[key, i] = routed_difference(value, other.trace[key], typical=typical)
+            elif same and value.is_floating_point():
                 layers[key, i] = relative_difference(value, other.trace[key], typical=typical)
         if own.states is not None and other.states is not None:
             states[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
@@ -161,13 +179,13 @@ def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
     return _Differences(layer_differences(run, expected, typical=subject.chooses), inputs, subject.norms())
 
 
-def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Differences:
+def _rounding(subject: Subject, rounding: Way, expected: Run, gradients: bool) -> _Differences:
     """Run twice in the way that is right, once with every value off by up to a last place."""
     subject.clear()
     with last_places_off(subject.model, by=0.0):
-        as_it_is = rounding(-1.0, expected)
+        as_it_is = rounding(-1.0 if gradients else None, expected)
     with last_places_off(subject.model):
-        rounded = rounding(1.0, expected)
+        rounded = rounding(1.0 if gradients else None, expected)
     return _differences(subject, rounded, as_it_is)
 
 

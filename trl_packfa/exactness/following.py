@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -27,12 +27,15 @@ from .documents import Documents
 
 _ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)
 _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
+# A choice that changes in one of so many runs, whose inputs are off by up to so many last places, is near a tie.
+_TIES_DRAWN, _TIE_PLACES = 32, 4.0
 
 
 class Key(NamedTuple):
     """Name of a traced tensor."""
 
-    kind: str  # `entered`: input of a layer or router; `left`: output of a token mixer; `routed`: of a router
+    # `entered`: input of a layer or router; `left`: output of a token mixer; `routed`: of a router, by itself
+    kind: str
     module: str
     call: int  # number of the module's call in this forward
     tensor: int = 0
@@ -122,28 +125,33 @@ class Following:
     """One forward whose documents are traced.
 
     `places` maps each document to the numbers `(n,)` of its tokens among the `B * L` of a call of this `shape`. The
-    inputs in `handed` replace those of its layers and routers. `traces` get the layers' own inputs, and the outputs of
-    mixers and routers.
+    inputs in `handed` replace those of its layers and routers, and what routers choose there replaces their choices,
+    unless the routers are `free`. `traces` get the layers' own inputs, and the own outputs of mixers and routers;
+    those of a router are as in `handed` at tokens whose choice is near a tie.
     """
 
-    def __init__(self, places: Mapping[int, torch.Tensor], shape: tuple[int, int], handed: Run) -> None:
-        self.places, self.shape, self.handed = places, shape, handed
+    def __init__(
+        self, places: Mapping[int, torch.Tensor], shape: tuple[int, int], handed: Run, *, free: bool = False
+    ) -> None:
+        self.places, self.shape, self.handed, self.free = places, shape, handed, free
         self.traces: dict[int, Trace] = {document: {} for document in places}
         self._calls: Counter[tuple[str, str]] = Counter()
+        self._routers: frozenset[str] = frozenset()
 
     @contextmanager
     def attached(self, parts: Parts) -> Iterator[None]:
         """Trace the forward in a `with` block; it may run only one."""
-        # A router with the same input makes the same choice. Else rounding would send single tokens to other experts,
-        # and their gradients would be completely different.
+        # Rounding may send single tokens, near a tie of two experts, to another one, and their gradients would be
+        # completely different. So routers get the choice of the reference, and their own choice is only compared.
         # Mixers and routers in a checkpointed layer run again in the backward. Their keys count that as a second call,
         # packed and alone, so the recomputation gets the same inputs as well.
+        self._routers = frozenset(parts.routers)
         with ExitStack() as hooks:
             for name, module in {**parts.layers, **parts.routers}.items():
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             for name, module in {**parts.routers, **parts.mixers}.items():
                 kind = "left" if name in parts.mixers else "routed"
-                hooks.enter_context(module.register_forward_hook(partial(self._leave, name, kind)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name, kind), with_kwargs=True))
             yield
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,16 +162,65 @@ class Following:
             return args, {**kwargs, "hidden_states": self._pass(key, kwargs["hidden_states"])}
         return None
 
-    def _leave(self, name: str, kind: str, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(
+        self, name: str, kind: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         key = self._key(kind, name)
-        items = list(output) if isinstance(output, (tuple, list)) else [output]
-        for i, item in enumerate(items):
-            # A mixer's other outputs are weights or caches; a router's are scores, weights and chosen experts.
-            if self._is_per_token(item) and (kind == "routed" or i == 0):
-                items[i] = self._pass(key._replace(tensor=i), item)
+        # A mixer's other outputs are weights or caches; a router's are scores, weights and chosen experts.
         if kind == "left":
+            first = output[0] if isinstance(output, (tuple, list)) else output
+            if self._is_per_token(first):
+                self._pass(key, first)
+            return None
+        items = list(output) if isinstance(output, (tuple, list)) else [output]
+        traced = {key._replace(tensor=i): item for i, item in enumerate(items) if self._is_per_token(item)}
+        for own, item in traced.items():
+            items[own.tensor] = self._pass(own, item)
+        if type(module) is not nn.Linear:
+            self._forget_ties(list(traced), module, args, kwargs)
+        if self.free:
             return None
         return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
+
+    @torch.no_grad()
+    def _forget_ties(self, keys: list[Key], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the traces of a router hold what was handed at tokens whose choice is another one, but near a tie.
+
+        There rounding of the router's input changes the choice: the module runs a few times with other last places.
+        """
+        given = {
+            i: own.trace for i, own in self.handed.items() if i in self.places and all(k in own.trace for k in keys)
+        }
+        if not given or not keys:
+            return
+        states = args[0] if args else kwargs.get("hidden_states")
+        place = torch.cat([self.places[i] for i in given])
+        sides = ([torch.cat([traces[i][key] for i in given]) for key in keys] for traces in (self.traces, given))
+        other = _changed(*map(_choices, sides))
+        if other is None or not bool(other.any()) or not isinstance(states, torch.Tensor):
+            return
+
+        def choose(states: torch.Tensor) -> list[torch.Tensor]:
+            # Not `module(...)`: its hooks, ours too, belong to the run that is traced.
+            named = kwargs if args else {**kwargs, "hidden_states": states}
+            found = module.forward(*(states, *args[1:])[: len(args)], **named)
+            items = list(found) if isinstance(found, (tuple, list)) else [found]
+            return _choices([self._flat(item)[place] for item in items if self._is_per_token(item)])
+
+        usual, tied = choose(states), torch.zeros_like(other)
+        by = _TIE_PLACES * max(torch.finfo(dtype).eps for dtype in {states.dtype, *_dtypes(module)})
+        for _ in range(_TIES_DRAWN):
+            moved = torch.addcmul(states, states, torch.empty_like(states).uniform_(-by, by))
+            changed = _changed(choose(moved), usual)
+            tied = tied if changed is None else tied | changed
+            if bool(tied[other].all()):
+                break
+        for (i, trace), at in zip(
+            given.items(), (tied & other).split([len(self.places[i]) for i in given]), strict=True
+        ):
+            if bool(at.any()):
+                for key in keys:
+                    self.traces[i][key][at] = trace[key][at].to(self.traces[i][key].dtype)
 
     def _key(self, kind: str, name: str) -> Key:
         self._calls[kind, name] += 1
@@ -176,16 +233,21 @@ class Following:
         # Routers get their tokens as `(B * L, D)`.
         return value.shape[:2] == self.shape or value.shape[0] == rows * length
 
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor per token as `(B * L, ...)`."""
+        return tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
+
     def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`, and replace its inputs."""
-        flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
+        flat = self._flat(tensor)
+        # A mixer's output is only compared, never replaced: a replaced output would hide its error.
+        keeps = key.kind == "left" or (self.free and key.module in self._routers)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for document, place in self.places.items():
             # Indexing makes a copy, so a trace does not keep the whole batch in memory.
             own = self.traces[document][key] = flat.detach()[place]
-            # A mixer's output is only compared, never replaced: a replaced output would hide its error.
-            given = self.handed.get(document)
-            value = None if given is None or key.kind == "left" else given.trace.get(key)
+            given = None if keeps else self.handed.get(document)
+            value = None if given is None else given.trace.get(key)
             if value is not None and value.shape == own.shape:
                 found.append((place, value.to(flat.dtype)))
         if not found:
@@ -196,3 +258,20 @@ class Following:
         values = values.view(tensor.shape)
         # Returning `values` alone would cut the graph, and gradients would end at each layer.
         return _HandOver.apply(tensor, values) if tensor.requires_grad else values  # type: ignore[return-value]
+
+
+def _choices(items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what is discrete in a router's outputs: the numbers of experts, or else which scores are 0 or masked."""
+    numbers = [item for item in items if not item.is_floating_point()]
+    return numbers or [(item == 0) | ~item.isfinite() for item in items]
+
+
+def _changed(choices: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tokens `(B * L,)` whose choices differ; `None` if the two have other shapes."""
+    if not choices or [one.shape for one in choices] != [other.shape for other in others]:
+        return None
+    return torch.stack([(a != b).flatten(1).any(1) for a, b in zip(choices, others, strict=True)]).any(0)
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}

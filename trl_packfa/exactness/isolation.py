@@ -11,6 +11,7 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import combinations, compress
 from typing import NamedTuple, TypeAlias
@@ -18,11 +19,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .compare import FLOORS, largest, relative_difference, share, worst
-from .documents import alternating, losses, replacements
+from .documents import Documents, alternating, losses, replacements
 from .engine import Differences, layer_differences
-from .following import Result, Run
+from .following import Key, Result, Run, Trace
 from .parity import run_packed
 from .probe import Arrangement, Probe, dtype_of, take_gradients
+from .quiet import evaluating
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -34,8 +36,8 @@ Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 class Isolation(NamedTuple):
     """Changes that must not happen."""
 
-    # Change of the LM head's input for documents that stay, in units of `scale`; with experts, the part that grouping
-    # tokens by expert, which rounds sums in another way, does not explain.
+    # Change of the LM head's input, or of the logits, for documents that stay, in units of `scale`; with experts, the
+    # part that grouping tokens by expert, which rounds sums in another way, does not explain.
     forward: float
     regrouped: float  # with experts, the whole change
     unsteady: float  # change between repeated runs of the same tokens
@@ -45,26 +47,34 @@ class Isolation(NamedTuple):
 
 
 def measure_isolation(
-    probe: Probe, arrangement: Arrangement, noise: Differences, scale: float, *, backward: bool, pairs: bool = True
+    probe: Probe,
+    arrangement: Arrangement,
+    noise: Differences,
+    scale: float,
+    *,
+    backward: bool,
+    pairs: bool = True,
+    both: bool = False,
 ) -> Isolation:
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
     `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` not
-    every two documents are told apart, only neighbours.
+    every two documents are told apart, only neighbours. `both` is for a model that seems to compute the same in
+    training and in evaluation mode: every second run, or one more, is in evaluation mode, and a difference counts.
     """
     subject, documents = probe.subject, arrangement.documents
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = [[documents[i] for i in own] for own in losses(len(documents), len(runs))] if backward else []
     # The first output of each document, and of its replacement, with the number of that run.
-    met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
+    met: dict[tuple[int, bool], tuple[Documents, int]] = {}
     regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
+    mixes = both and not backward and regrouping is None
 
     def run(number: int) -> Run:
         tokens = probe.replaced(documents, runs[number])
         if not backward:
-            with torch.no_grad():
-                return probe.packed(arrangement, tokens)
+            return forward(probe, arrangement, tokens, evaluated=mixes and number % 2 > 0)
         with subject.frozen(), probe.embedded() as embedded:
             found = probe.packed(arrangement, tokens)
             take_gradients(probe.losses({i: found[i] for i in trained[number]}), subject.loss_scale)
@@ -74,11 +84,11 @@ def measure_isolation(
         found = run(number)
         # `stay` ran before with the same tokens, while other documents were replaced. They must give the same bits.
         cases = list(zip(documents, which, strict=True))
-        stay = {i: (met[i, replaced], found[i].output) for i, replaced in cases if (i, replaced) in met}
-        off = [(share(largest([now], [before]), scale), since) for (before, since), now in stay.values()]
+        stay = {i: (met[i, replaced], found[i].tensors) for i, replaced in cases if (i, replaced) in met}
+        off = [(share(largest(now, before), scale), since) for (before, since), now in stay.values()]
         moved, since = max(off, default=(0.0, 0))
         for i, replaced in cases:
-            met.setdefault((i, replaced), (found[i].output, number))
+            met.setdefault((i, replaced), (found[i].tensors, number))
         if regrouping is not None:
             unexplained = regrouping.measure(which)
             if not _is_steady(probe.device) and subject.anywhere(unexplained > 0):
@@ -98,7 +108,25 @@ def measure_isolation(
             others = [gradient for i, gradient in gradients.items() if i not in trained[number]]
             # Multiplied by 0 instead of zeros, so that NaN stays NaN and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
+    if both and not mixes:
+        evaluated = forward(probe, arrangement, evaluated=True)
+        worst_moved = max(worst_moved, *(largest(own.tensors, met[i, False][0]) for i, own in evaluated.items()))
     return Isolation(worst_moved, regrouped, unsteady, leaked, worst_runs, arrangement)
+
+
+def forward(
+    probe: Probe, arrangement: Arrangement, tokens: Documents | None = None, *, evaluated: bool = False
+) -> Run:
+    """Run packed documents as their mode does: with a graph in training mode, without one in evaluation mode.
+
+    If `evaluated`, the model is in evaluation mode for this run.
+    """
+    with evaluating(probe.model) if evaluated else nullcontext():
+        if not probe.model.training:
+            with torch.no_grad():
+                return probe.packed(arrangement, tokens)
+        with probe.subject.frozen(), probe.embedded():
+            return {i: own.detached() for i, own in probe.packed(arrangement, tokens).items()}
 
 
 def _is_steady(device: torch.device) -> bool:
@@ -107,14 +135,14 @@ def _is_steady(device: torch.device) -> bool:
 
 def _repeated(
     subject: Subject,
-    stay: dict[int, tuple[tuple[torch.Tensor, int], torch.Tensor]],
+    stay: dict[int, tuple[tuple[Documents, int], Documents]],
     number: int,
     run: Callable[[int], Run],
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
-    `stay` holds for each document that stays its output in an earlier run, with the number of that run, and its output
-    in run `number`.
+    `stay` holds for each document that stays its results in an earlier run, with the number of that run, and those of
+    run `number`.
     """
     # All ranks take part in every run, so they repeat the same ones.
     numbers = sorted({since for (_, since), _ in stay.values()} | {number})
@@ -122,14 +150,14 @@ def _repeated(
     moved, varied = 0.0, 0.0
     for document, ((before, since), now) in stay.items():
         both = ((before, since), (now, number))
-        earlier, later = ([first, *(found[document].output for found in again[i])] for first, i in both)
-        between = min(largest([a], [b]) for a in earlier for b in later)
-        within = max(largest([a], [b]) for group in (earlier, later) for a, b in combinations(group, 2))
+        earlier, later = ([first, *(found[document].tensors for found in again[i])] for first, i in both)
+        between = min(largest(a, b) for a in earlier for b in later)
+        within = max(largest(a, b) for group in (earlier, later) for a, b in combinations(group, 2))
         # Not the measured noise, as it was measured with the same kernels. Written so that a NaN stays a leak.
-        floor = FLOORS[rounding_dtype(subject.model, now.dtype)]
-        is_rounding = relative_difference(now, before, typical=subject.chooses) <= floor
+        floor, pairs = FLOORS[rounding_dtype(subject.model, now[-1].dtype)], zip(now, before, strict=True)
+        is_rounding = all(relative_difference(a, b, typical=subject.chooses) <= floor for a, b in pairs)
         if not (between <= within and is_rounding):
-            moved = max(moved, between, 0.0 if is_rounding else largest([now], [before]))
+            moved = max(moved, between, 0.0 if is_rounding else largest(now, before))
         varied = max(varied, within)
     return moved, varied
 
@@ -138,7 +166,8 @@ class _Regrouping:
     """Search for changes that regrouping tokens, usually by expert, does not explain.
 
     Each layer gets the same input as in an earlier run of the document. Its token mixer, which comes before the
-    experts, must give the same bits again. The layer's output may differ by rounding.
+    experts, must give the same bits again, and so must its router for the same bits. The layer's output may differ by
+    rounding. No output is replaced.
     """
 
     def __init__(self, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
@@ -152,7 +181,7 @@ class _Regrouping:
         numbered = list(zip(documents, which, strict=True))
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.probe, self.arrangement, None, before, tokens=tokens)
+        run = run_packed(self.probe, self.arrangement, None, before, tokens=tokens, free=True)
         for i, replaced in numbered:
             self.met.setdefault((i, replaced), run[i])
         if not before:
@@ -161,12 +190,20 @@ class _Regrouping:
         for i, own in before.items():
             after = run[i].trace
             for key, value in own.trace.items():
-                if key.kind == "left" and key in after and value.shape == after[key].shape:
-                    usual = float(value.float().square().mean().sqrt()) or 1.0
+                if key in after and value.shape == after[key].shape and _must_repeat(key, own.trace, after):
+                    usual = float(value.float().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()) or 1.0
                     moved = max(moved, largest([after[key]], [value]) / usual)
         found = layer_differences({i: run[i] for i in before}, before, typical=self.subject.chooses)
         beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run)))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
+
+
+def _must_repeat(key: Key, before: Trace, after: Trace) -> bool:
+    """Tell whether an output must be the same bit for bit: a mixer's, and a router's whose input is the same."""
+    if key.kind != "routed":
+        return key.kind == "left"
+    given = Key("entered", key.module, key.call)
+    return given in before and given in after and torch.equal(before[given], after[given])
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,28 @@ from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import MEASURED, NAME, named_state, runs_by_name, switched_on, trust
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.memory import return_freed_memory
+from ..runtime.override import set_inside
 from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
 from .depth import layers_to_skip, skipping
-from .documents import LONG_ROWS, SEVERAL_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
-from .isolation import first_leak, measure_control, measure_isolation
+from .documents import (
+    LONG_ROWS,
+    SCORED,
+    SEVERAL_ROWS,
+    SHAPES,
+    SHORT,
+    Documents,
+    add_templates,
+    draw_documents,
+    draw_shapes,
+    known_tokens,
+    long_lengths,
+)
+from .isolation import Isolation, first_leak, forward, measure_control, measure_isolation
 from .parity import first_difference, measure_parity
-from .probe import Collator, Probe, dtype_of, vocabulary_of
+from .probe import Arrangement, Collator, Probe, dtype_of, special_tokens, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .report import ExactnessReport
@@ -118,7 +131,7 @@ def _check(
     started = time.perf_counter()
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
-    with gradients_taken(model) as gradient_parts, torch.enable_grad():
+    with gradients_taken(model) as gradient_parts, torch.enable_grad(), _without_sharing(state):
         drawn = _draw(model, state, known, seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True), fast_half_products(model):
@@ -127,16 +140,17 @@ def _check(
             draws = _draws_random_numbers(short)
             skipped = layers_to_skip(whole, lambda: short.alone(0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
-            long = Probe(kinds, collator, *drawn, seed, scored=False)
+            long = Probe(kinds, collator, *drawn, seed, scored=sum(SHAPES[SCORED], ()))
             if not draws:
-                trained = _run(short)
-                measured.append(_measure(short, long, mode="training"))
+                # If both modes give the same bits, a second measurement would only repeat the first.
+                both = not whole.anywhere(_modes_differ(short, short.row))
+                report, both = _measure(short, long, mode="training", both=both)
+                measured.append(report)
         with quiet(model), fast_half_products(model):
-            # If both modes give the same bits, the second measurement would only repeat the first.
-            if draws or whole.anywhere(largest(trained, _run(short)) != 0):
-                measured.append(_measure(short, long, mode="evaluation"))
+            # A mode that fails decides the verdict.
+            if draws or (measured[0].is_exact and not both):
+                measured.append(_measure(short, long, mode="evaluation", both=False, gradients=draws)[0])
     return_freed_memory()
-    # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
     if not report.has_power:
         names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
@@ -157,11 +171,22 @@ def _check(
     )
 
 
+def _without_sharing(state: PatchState) -> AbstractContextManager[None]:
+    """Let each document compute its own prefix inside a `with` block; nothing in it counts for the user.
+
+    Prefixes change with the documents that are replaced, and rounding with them. `check_unpadding` measures them.
+    """
+    unpadding = state.unpadding
+    return nullcontext() if unpadding is None else set_inside(unpadding, **{**vars(unpadding), "sharing": None})
+
+
 def _draw(model: nn.Module, state: PatchState, known: torch.Tensor, seed: int) -> tuple[Documents, Documents]:
     """Return the documents for every arrangement, and a replacement for each."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
     lengths = long_lengths(state.parts.windows, most, tiled=_has_tiles(device_of(model)))
-    return draw_documents(lengths, known, vocabulary, seed)
+    drawn = draw_documents(lengths, known, vocabulary, seed)
+    add_templates(*drawn, special_tokens(model, vocabulary), seed)
+    return drawn
 
 
 def _short_probe(subject: Subject, collator: Collator, drawn: tuple[Documents, Documents], seed: int) -> Probe:
@@ -173,33 +198,50 @@ def _has_tiles(device: torch.device) -> bool:
     return device.type != "cpu"  # kernels of accelerators work in tiles of 64 to 128 tokens
 
 
-def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
-    """Measure a model in one mode: few documents through all layers, many through one layer of each kind."""
+def _measure(
+    short: Probe, long: Probe, *, mode: str, both: bool, gradients: bool = True
+) -> tuple[ExactnessReport, bool]:
+    """Measure in one mode: few documents through all layers, many through one layer of each kind.
+
+    Without `gradients` documents are compared without a graph, as they are evaluated. With `both` the model seems to
+    compute the same in both modes, and isolation is measured across them. Return whether that is so, too: if not, the
+    report is of this mode alone.
+    """
     whole, kinds = short.subject, long.subject
-    shapes = [long.arranged(rows) for rows in SHAPES.values()]
+    shapes = [long.arranged(rows) for rows in (SHAPES | draw_shapes(long.seed)).values()]
     trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
-        few = measure_parity(short, [short.row])
+        few = measure_parity(short, [short.row], gradients=gradients)
         with skipping(kinds.skipped):
-            many = measure_parity(long, trained, shapes)
+            many = measure_parity(long, trained, shapes, gradients=gradients)
     scale = float(torch.cat([own.output.float() for own in few.reference.values()]).std())
     whole.begin("whether documents see each other", 0.1)
-    isolations = [(measure_isolation(short, short.row, few.noise, scale, backward=True), short)]
-    with skipping(kinds.skipped):
-        # Gradients of one row were measured above, those of several rows are measured here; in other arrangements they
-        # were compared with those of the documents alone. With experts each run needs a second one, which explains how
-        # other tokens change the rounding of sums, so most arrangements are only compared.
-        neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
-        rows = long.arranged(SHAPES[SEVERAL_ROWS])
-        for shape in (*neighbours, rows, long.row):
-            pairs, backward = shape in (rows, long.row), shape is rows
-            found = measure_isolation(long, shape, many.noise, scale, backward=backward, pairs=pairs)
-            isolations.append((found, long))
-    leaking, leaky = max(isolations, key=lambda item: item[0].forward)
+
+    def isolations(*, both: bool) -> list[tuple[Isolation, Probe]]:
+        found = [(measure_isolation(short, short.row, few.noise, scale, backward=True), short)]
+        with skipping(kinds.skipped):
+            # Gradients of one row were measured above, those of several rows are measured here; in other arrangements
+            # they were compared with those of the documents alone. With experts each run needs a second one, which
+            # explains how other tokens change the rounding of sums, so most arrangements are only compared.
+            neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
+            rows = long.arranged(SHAPES[SEVERAL_ROWS])
+            for shape in (*neighbours, rows, long.row):
+                options = {"backward": shape is rows, "pairs": shape in (rows, long.row), "both": both}
+                found.append((measure_isolation(long, shape, many.noise, scale, **options), long))
+        return found
+
+    isolated = isolations(both=both)
+    if both:
+        with skipping(kinds.skipped):
+            alone = [shape for shape in shapes if kinds.regroups or len(shape.documents) == 1]
+            differs = any([_modes_differ(long, shape) for shape in alone])  # a list: every rank runs all of them
+        if whole.anywhere(differs or any(not found.forward <= 0 for found, _ in isolated)):
+            isolated, both = isolations(both=False), False
+    leaking, leaky = max(isolated, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
-    gradients = [found.gradients for found in (few, many) if found.gradients is not None]
-    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    leaked = [found.gradients for found, _ in isolations if found.gradients is not None]
+    parameters = [found.gradients for found in (few, many) if found.gradients is not None]
+    gradient = max(parameters, key=lambda finding: finding.excess, default=None)
+    leaked = [found.gradients for found, _ in isolated if found.gradients is not None]
     first = None
     for parity, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes])):
         # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
@@ -213,13 +255,13 @@ def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
             leak = first_leak(leaky, leaking)
     runs = (few.reference, many.reference)
     dtype, rounding = (find(whole.model, dtype_of(few.reference)) for find in (compute_dtype, rounding_dtype))
-    return ExactnessReport(
+    report = ExactnessReport(
         dtype=str(dtype).removeprefix("torch.") + (" with TF32 products" if dtype is not rounding else ""),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
-        regrouped=max(found.regrouped for found, _ in isolations),
-        unsteady=max(found.unsteady for found, _ in isolations),
+        regrouped=max(found.regrouped for found, _ in isolated),
+        unsteady=max(found.unsteady for found, _ in isolated),
         input_gradients=max(leaked, default=None),
         parity=forward.difference,
         threshold=forward.allowed,
@@ -235,6 +277,7 @@ def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
         first_leak=leak,
         mode=mode,
     )
+    return report, both
 
 
 @torch.no_grad()
@@ -248,10 +291,10 @@ def _draws_random_numbers(probe: Probe) -> bool:
     return probe.subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 
 
-@torch.no_grad()
-def _run(probe: Probe) -> Documents:
-    """Return the LM head's input for the packed documents, and some of their logits."""
-    return [tensor for own in probe.packed(probe.row).values() for tensor in own.tensors]
+def _modes_differ(probe: Probe, arrangement: Arrangement) -> bool:
+    """Tell whether evaluation mode gives other bits than this mode in one arrangement."""
+    now, evaluated = forward(probe, arrangement), forward(probe, arrangement, evaluated=True)
+    return any(largest(now[i].tensors, own.tensors) != 0 for i, own in evaluated.items())
 
 
 def _training(model: nn.Module) -> str:

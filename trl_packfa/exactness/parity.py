@@ -18,11 +18,14 @@ from .following import Following, Run
 from .probe import Arrangement, Probe, traced
 
 
-def measure_parity(probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()) -> Comparison:
+def measure_parity(
+    probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = (), *, gradients: bool = True
+) -> Comparison:
     """Compare the documents in some arrangements with the documents alone.
 
     Those in `trained` hold all documents, and the gradient of every parameter is compared. In the others only the
-    gradients of the embeddings are compared. `Comparison.where` counts both, in this order.
+    gradients of the embeddings are compared. `Comparison.where` counts both, in this order. Without `gradients`
+    all run under `torch.no_grad()`.
     """
     return compare(
         probe.subject,
@@ -31,6 +34,7 @@ def measure_parity(probe: Probe, trained: Sequence[Arrangement], others: Iterabl
         # Packed, not alone: that needs two runs instead of one for each document, and rounding is of equal size.
         rounding=partial(run_packed, probe, trained[-1]),
         others=[partial(run_packed, probe, arrangement, frozen=True) for arrangement in others],
+        gradients=gradients,
         names=(
             f"each of {len(probe.lengths)} documents alone",
             "the same documents packed",
@@ -47,26 +51,32 @@ def run_packed(
     *,
     tokens: Documents | None = None,
     frozen: bool = False,
+    free: bool = False,
 ) -> Run:
     """Run documents packed, with the inputs in `handed` for their layers; with `sign` add their gradients.
 
-    If `frozen`, only the embeddings get gradients.
+    If `frozen`, only the embeddings get gradients. If `free`, routers choose by themselves.
     """
+    following = Following(arrangement.places, arrangement.shape, handed, free=free)
     with probe.subject.frozen() if frozen else nullcontext():
-        return _run(probe, arrangement, lambda: probe.packed(arrangement, tokens), sign, handed)
+        return _run(probe, arrangement, lambda: probe.packed(arrangement, tokens), sign, following)
 
 
 def _run_alone(probe: Probe, sign: float | None, handed: Run) -> Run:
     """Run every document by itself and add its gradients; the layers get their own inputs."""
     found: Run = {}
     for document in range(len(probe.lengths)):
-        found |= _run(probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {})
+        own = probe.arranged(((document,),))
+        following = Following(own.places, own.shape, {})
+        found |= _run(probe, own, partial(probe.alone, document), sign, following)
         probe.subject.note_gain()
     return found
 
 
-def _run(probe: Probe, arrangement: Arrangement, call: Callable[[], Run], sign: float | None, handed: Run) -> Run:
-    subject, following = probe.subject, Following(arrangement.places, arrangement.shape, handed)
+def _run(
+    probe: Probe, arrangement: Arrangement, call: Callable[[], Run], sign: float | None, following: Following
+) -> Run:
+    subject = probe.subject
     with nullcontext([]) if subject.whole or sign is None else probe.embedded() as embedded:
         run = traced(subject, call, following, sign, partial(probe.losses, head=subject.whole))
     return arrangement.with_gradients(run, embedded, sign or 1.0)

@@ -5,7 +5,7 @@ Shape letters: B rows, L row length, S documents, V vocabulary, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
-from ..patching.inspect import known_ids, known_labels
+from ..patching.inspect import inner_model, known_ids, known_labels
 from ..patching.named_models import AS_SDPA, switched_on
 from .documents import Documents
 from .following import Following, Result, Run
@@ -61,9 +61,10 @@ class Probe:
     """A few documents, a replacement for each, and the ways to run them through a model.
 
     The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
-    `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
-    head, which takes most of the time if the vocabulary is large, runs on a few positions of each document. Raise
-    [`InvalidLayout`] if the collator's batch has no boundaries.
+    `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. The LM head, which
+    takes most of the time if the vocabulary is large, runs on every position of the documents in `scored` (of all by
+    default), alone and in arrangements of these only; in others it runs on none. Raise [`InvalidLayout`] if the
+    collator's batch has no boundaries.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Probe:
         others: Documents,
         seed: int,
         *,
-        scored: bool = True,
+        scored: Iterable[int] | None = None,
     ) -> None:
         self.subject, self.model = subject, subject.model
-        self.collator, self.seed, self.scored = collator, seed, scored
+        self.collator, self.seed = collator, seed
+        self.scored = frozenset(range(len(tokens)) if scored is None else scored)
         self.device, self._score = device_of(self.model), Scorer(self.model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
@@ -120,7 +122,7 @@ class Probe:
             }
         if told is not None:
             batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
-        scored = [self._scored(len(ids)) for ids in tokens]
+        scored = [self._scored(arrangement.documents, len(ids)) for ids in tokens]
         places = torch.cat([place[own] for place, own in zip(arrangement.places.values(), scored, strict=True)])
         found = self._score(self._call_of(batch), arrangement.shape, places)
         logits = [own if len(own) else None for own in found.logits.split([len(own) for own in scored])]
@@ -136,12 +138,12 @@ class Probe:
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
         with switched_on(AS_SDPA):
-            found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
+            found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored((document,), ids.shape[1]))
         return {document: Result(found.states[0], found.logits if len(found.logits) else None)}
 
-    def _scored(self, length: int) -> torch.Tensor:
-        """Return the positions of a document that are scored: its middle and its last, or none."""
-        return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
+    def _scored(self, documents: Sequence[int], length: int) -> torch.Tensor:
+        """Return the positions that are scored of a document of this length, in an arrangement of `documents`."""
+        return torch.arange(length if self.scored.issuperset(documents) else 0)
 
     def losses(self, run: Run, *, head: bool = False) -> list[torch.Tensor]:
         """Return a fixed random weighting of the states of each document, and with `head` of the logits."""
@@ -261,6 +263,14 @@ class Arrangement:
 def vocabulary_of(model: Any) -> int:
     """Return the number of tokens that the model can both read and predict."""
     return min(size for size in (known_ids(model), known_labels(model)) if size > 1)
+
+
+def special_tokens(model: Any, vocabulary: int) -> list[int]:
+    """Return ids that code may treat in another way: 0, and those that begin and end texts."""
+    config = inner_model(model).config.get_text_config()
+    named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
+    ids = {0, *(i for own in named for i in (own if isinstance(own, list) else [own]) if isinstance(i, int))}
+    return sorted(i for i in ids if 0 <= i < vocabulary)
 
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:

@@ -58,6 +58,18 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 module.reshard()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode inside a `with` block, and put back each module's mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(False)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def _silence(model: nn.Module, silenced: ExitStack) -> None:
     """Set every rate at which a model draws random numbers to 0 until the stack is closed."""
     owners: dict[int, Any] = {}
