@@ -1,5 +1,7 @@
 """Documents that share what they begin with: their layout, copies there and back, and rows in which they are found."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from calls import watched
@@ -11,7 +13,7 @@ from trl_packfa.errors import InvalidLayout
 from trl_packfa.layout import shared_prefix, shared_rows
 from trl_packfa.layout.padded_rows import PaddedRows, rows_of
 from trl_packfa.layout.prefix_tree import SHORTEST
-from trl_packfa.layout.shared_rows import SharedRows, share, shared_rows_of, tell_shared
+from trl_packfa.layout.shared_rows import SharedRows, share, shared_documents_of, shared_rows_of, tell_shared, tree_of
 
 # A prefix of two documents, one of which goes on in two ways; one document that is a prefix; one by itself.
 LENGTHS, DOCUMENTS = (4, 3, 2, 5, 1, 6), ((0, 1, 2), (5,), (0, 3), (0, 1, 4), (0, 1))
@@ -171,3 +173,27 @@ def test_ids_are_compared_once(monkeypatch):
     assert shared_rows_of(rows, told) is known
     tell_shared(told, rows)
     assert shared_rows_of(rows, told) is None and len(compared) == 3
+
+
+def test_prefixes_of_packed_documents_are_those_of_the_ids_not_of_the_layout(monkeypatch):
+    made = PackedLayout.from_lengths([30, 40])
+    alike = torch.cat([torch.arange(1, 31), torch.arange(1, 41)])[None]
+    other = torch.arange(1, 71)[None]
+    compared = watched(monkeypatch, shared_rows, "tree_of")
+    first = shared_documents_of(made, alike)
+    assert first.documents == ((0,), (0, 1)) and shared_documents_of(made, alike) is first and len(compared) == 1
+    assert shared_documents_of(made, other) is None and len(compared) == 2
+    assert shared_documents_of(PackedLayout.from_lengths([35, 35]), alike) is None  # other documents of the same ids
+    alike[0, 30] = 99  # other ids now
+    assert shared_documents_of(made, alike) is None
+
+
+def test_the_prefixes_that_a_collator_tells_serve_its_own_ids_only(monkeypatch):
+    alike = torch.cat([torch.arange(1, 31), torch.arange(1, 41)])[None]
+    told = replace(
+        PackedLayout.from_lengths([30, 40]), prefix_tree=tree_of(PackedLayout.from_lengths([30, 40]), alike)
+    )
+    compared = watched(monkeypatch, shared_rows, "tree_of")
+    assert shared_documents_of(told, alike).documents == ((0,), (0, 1)) and not compared
+    assert shared_documents_of(told, torch.arange(1, 71)[None]) is None and len(compared) == 1
+    assert not told.prefix_tree.fits([alike[0, :30].numpy()])  # a document is missing

@@ -173,6 +173,24 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
             module.p = 0.0  # as TRL's `disable_dropout` does
     adapted(**batch)
     assert counted(adapted).shared == SHARED
+    # Another adapter takes the place of the first: there are as many modules as before.
+    adapted.add_adapter("other", LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    adapted.delete_adapter("default")
+    adapted.set_adapter("other")
+    adapted.train()(**batch)
+    assert counted(adapted).shared == SHARED
+
+
+def test_a_layout_that_serves_two_batches_shares_the_prefixes_of_each():
+    made, layout = shared(tiny.model(layers=2)), PackedLayout.from_lengths([40, 40, 30])
+    alike, apart = (list(torch.randint(3, 90, (110,)).split([40, 40, 30])) for _ in range(2))
+    alike[1][:20] = alike[0][:20]
+    for tokens in (alike, apart, alike):
+        batch = {"input_ids": torch.cat(tokens)[None], "position_ids": layout.position_ids(), "packed_layout": layout}
+        packed = layout.split(made(**batch, use_cache=False).logits.detach())
+        for own, found in zip(tokens, packed, strict=True):
+            assert_float32(found, made(input_ids=own[None], use_cache=False).logits[0].detach().double())
+    assert counted(made).shared == 2 * 20
 
 
 def test_noise_on_embeddings_is_each_rows_own():

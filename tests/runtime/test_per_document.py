@@ -8,6 +8,14 @@ from trl_packfa.layout.call_context import empty_mask
 from trl_packfa.runtime import per_document
 
 
+def test_a_layout_of_inference_mode_serves_training():
+    layout, x = PackedLayout.from_lengths((30, 5)), torch.randn(1, 35, 4, requires_grad=True)
+    with torch.inference_mode():
+        per_document.run_by_document(torch.sin, (x,), {}, layout)
+    per_document.run_by_document(torch.sin, (x,), {}, layout).sum().backward()
+    assert torch.allclose(x.grad, x.detach().cos())
+
+
 def test_a_mask_is_made_only_for_modules_that_are_handed_one(monkeypatch):
     """It is quadratic in the longest document of a group: a state space model never looks at it."""
     made = watched(monkeypatch, torch, "full")

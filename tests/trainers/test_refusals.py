@@ -18,6 +18,36 @@ from trl_packfa.layout.call_context import find_layout
 from trl_packfa.trainers.sft.lm_head import OwnHead
 
 
+def test_experts_chosen_by_the_load_of_a_batch_are_never_trained(tmp_path):
+    def by_load(module, args, output):
+        logits, scores, chosen = output
+        own = logits.detach().softmax(-1)
+        return logits, scores, (own - own.mean(0, keepdim=True)).topk(chosen.shape[-1], -1).indices
+
+    model = small_model("mixtral", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(by_load)
+    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=model, peft_config=None)
+    with pytest.raises(ContaminationError, match="packing is not exact on this model: leak"):
+        trainer.train()
+
+
+def test_a_model_contaminated_in_evaluation_alone_is_never_trained(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    attention = trainer.model.base_model.model.model.layers[1].self_attn
+    override = vars(attention)["forward"]
+
+    def leak(hidden_states, **kwargs):
+        layout = find_layout((), kwargs)
+        if layout is not None and layout.num_documents > 3 and not attention.training:
+            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+        return override(hidden_states, **kwargs)
+
+    attention.forward = leak
+    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
+        trainer.train()
+
+
 def test_a_contaminated_model_is_never_trained(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path))
     attention = trainer.model.base_model.model.model.layers[1].self_attn

@@ -15,8 +15,19 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_packfa import PackedLayout, api, check, patch
 from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
+from trl_packfa.exactness.documents import (
+    LONG,
+    LONG_ROWS,
+    SCORED,
+    SHORT,
+    add_templates,
+    draw_documents,
+    draw_shapes,
+    losses,
+    replacements,
+)
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
+from trl_packfa.exactness.following import find_parts
 from trl_packfa.layout.call_context import current_call, find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 
@@ -151,6 +162,9 @@ FAULTS = {
     "a backward of two documents": backward_if(lambda layout: layout.num_documents == 2),
     "a backward of equal lengths": backward_if(lambda layout: len(set(layout.lengths)) == 1),
     "a backward of more than three rows": backward_if(lambda layout: layout.rows > 3),
+    "two rows": if_layout(lambda layout: layout.rows == 2),
+    "a leak of two rows": leak_if(lambda layout: layout.rows == 2),
+    "a leak of seven documents": leak_if(lambda layout: layout.num_documents == 7),
 }  # fmt: skip
 
 
@@ -160,6 +174,69 @@ def test_every_fault_is_seen(fault, dtype):
     with context:
         report = check(model)
     assert report.verdict == ("leak" if fault.startswith("a leak") else "differs"), str(report)
+
+
+# The layouts in which a fault of one mode acts, or of a mode with or without a graph.
+OF_A_MODE = {
+    "over 64 tokens": lambda layout: layout.row_length > 64,
+    "more than three documents": lambda layout: layout.num_documents > 3,
+    "two rows": lambda layout: layout.rows == 2,
+}
+WHEN = {
+    "evaluation": lambda model: not model.training,
+    "training": lambda model: model.training,
+    "no graph": lambda model: not torch.is_grad_enabled(),
+    "evaluation without a graph": lambda model: not (model.training or torch.is_grad_enabled()),
+}
+
+
+@pytest.mark.parametrize(("fault", "wanted", "when"), [
+    ("a leak", "more than three documents", "evaluation"), ("differs", "over 64 tokens", "no graph"),
+    *exhaustive(*((fault, wanted, when) for fault in ("a leak", "differs") for wanted in OF_A_MODE for when in WHEN)),
+])  # fmt: skip
+def test_a_fault_of_one_mode_in_some_layouts_is_seen(fault, wanted, when):
+    """Three documents of 31 tokens once told that both modes compute the same."""
+    make = leak_if if fault == "a leak" else if_layout
+    model = faulty(make(lambda layout: OF_A_MODE[wanted](layout) and WHEN[when](model)))
+    report = check(model)
+    assert report.verdict == ("leak" if fault == "a leak" else "differs"), str(report)
+
+
+def by_tokens(change):
+    """A small Llama, in one layer of which `change(flat, ids, layout)` is what attention gives for these token ids."""
+    ids = []
+    model = faulty(lambda flat, layout: change(flat, ids[-1].flatten(), layout))
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: ids.append(args[0]))
+    return model
+
+
+def sees_the_row(flat, ids, layout):
+    return torch.where((ids == 0)[:, None], flat + 0.1 * flat.mean(0), flat)
+
+
+def begins_alike(flat, ids, layout):
+    firsts = ids[layout.cu_seqlens[:-1].long()].tolist()
+    return leak(0.1, lambda i, documents: next((j for j in range(i) if firsts[j] == firsts[i]), None))(flat, layout)
+
+
+@pytest.mark.parametrize("seed", [1, *exhaustive(*range(2, 21))])
+@pytest.mark.parametrize("change", [sees_the_row, begins_alike])
+def test_a_leak_by_token_ids_is_seen(change, seed):
+    assert check(by_tokens(change), seed=seed).verdict == "leak"
+
+
+@pytest.mark.parametrize("wrong", [lambda position: position == 0, lambda position: position > 100], ids=["0", "100"])
+def test_an_lm_head_that_is_wrong_at_a_few_positions_is_seen(wrong):
+    layouts, model = [], patch(tiny.model(layers=2))
+    model.register_forward_pre_hook(lambda module, args, kwargs: layouts.append(kwargs.get("packed_layout")),
+                                    with_kwargs=True)  # fmt: skip
+
+    def off(module, args, output):
+        if layouts[-1] is not None and output.shape[:2] == (1, layouts[-1].num_tokens):
+            return torch.where(wrong(layouts[-1].position_ids().view(1, -1, 1)), output * 1.1, output)
+
+    model.lm_head.register_forward_hook(off)
+    assert check(model).verdict == "differs"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -245,6 +322,55 @@ def test_a_leak_among_experts_is_told_from_regrouping():
     assert check(model).verdict == "leak"
 
 
+def by_load(module, args, output):
+    """Experts by the load of all tokens of the call, as balancing without a loss chooses, with equal weights."""
+    logits, scores, chosen = output
+    own = logits.detach().softmax(-1)
+    balanced = (own - own.mean(0, keepdim=True)).topk(chosen.shape[-1], -1).indices
+    return logits, scores * 0 + 1 / chosen.shape[-1], balanced
+
+
+def by_row_number(module, args, output):
+    logits, scores, chosen = output
+    numbers = torch.arange(len(chosen))[:, None] + torch.arange(chosen.shape[-1])
+    return logits, scores, numbers % logits.shape[-1]
+
+
+def next_if_packed(module, args, output):
+    logits, scores, chosen = output
+    return output if current_call().layout is None else (logits, scores, (chosen + 1) % logits.shape[-1])
+
+
+def heavier_if_packed(module, args, output):
+    logits, scores, chosen = output
+    return output if current_call().layout is None else (logits, scores * 1.5, chosen)
+
+
+def within_capacity(module, args, output):
+    """Each expert takes at most a third of its share of a row, in the row's order; other tokens get a weight of 0."""
+    logits, scores, chosen = output
+    most, kept = max(1, len(chosen) // 3), torch.ones_like(scores)
+    for expert in range(logits.shape[-1]) if len(chosen) > 1 else ():
+        kept[(chosen == expert).any(-1).nonzero().flatten()[most:]] = 0
+    return logits, scores * kept, chosen
+
+
+@pytest.mark.parametrize(("fault", "verdict", "model_type", "dtype"), [
+    (by_load, "leak", "mixtral", "float32"), (by_row_number, "differs", "deepseek_v3", "float32"),
+    (next_if_packed, "differs", "mixtral", "bfloat16"),
+    *exhaustive(*((fault, verdict, model_type, dtype)
+                  for fault, verdict in ((by_load, "leak"), (by_row_number, "differs"), (next_if_packed, "differs"),
+                                         (heavier_if_packed, "differs"), (within_capacity, "leak"))
+                  for model_type in ("mixtral", "qwen3_moe", "deepseek_v3") for dtype in ("float32", "bfloat16"))),
+])  # fmt: skip
+def test_experts_that_other_tokens_or_packing_choose_are_seen(fault, verdict, model_type, dtype):
+    """What a router chose was replaced by what it chose for the document alone, so it was never compared."""
+    model = patch(small_model(model_type).to(getattr(torch, dtype)))
+    for router in find_parts(model, find_state(model)).routers.values():
+        router.register_forward_hook(fault)
+    assert check(model).verdict == verdict
+
+
 def test_every_two_documents_are_told_apart_in_both_directions():
     for documents in range(2, 21):
         runs = replacements(documents)
@@ -264,8 +390,24 @@ def test_the_documents_are_those_that_faults_need():
     assert {2, 16, 64, 128, 256} < set(LONG) and sum(LONG) > 1024
     assert [LONG[i] for i in SHORT] == [11, 1, 19]
     rows = [[[LONG[i] for i in row] for row in arrangement] for arrangement in ARRANGEMENTS.values()]
-    assert {sum(map(len, arrangement)) for arrangement in rows} >= {1, 2, 3, 4, 5, 6}
+    assert {sum(map(len, arrangement)) for arrangement in rows} | {len(SHORT)} >= {1, 2, 3, 4, 5, 6}
+    assert max(LONG[i] for row in ARRANGEMENTS[SCORED] for i in row) > 100
     assert any(len(arrangement) > 3 and all(len(row) == 1 for row in arrangement) for arrangement in rows)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_drawn_contains_what_faults_need(seed):
+    seven, two, more = draw_shapes(seed).values()
+    assert [len(row) for row in seven] == [7] and [len(row) for row in two] == [2, 2] and sum(map(len, more)) >= 8
+    assert all(len(set(sum(rows, ()))) == sum(map(len, rows)) for rows in (seven, two, more))
+    tokens, others = draw_documents(LONG, torch.empty(0, dtype=torch.long), 5000, seed)
+    add_templates(tokens, others, [0, 4], seed)
+    firsts = [int(ids[0]) for ids in tokens]
+    alike = [firsts[i] == int(others[i][0]) for i in range(len(LONG)) if firsts.count(firsts[i]) > 1]
+    assert len(alike) >= 8 and 2 <= sum(alike) < len(alike)
+    assert all(float((a != b).float().mean()) >= 0.4 for a, b in zip(tokens, others, strict=True))
+    for special in (0, 4):
+        assert sum(special in ids for ids in tokens) >= 3 and special not in firsts
 
 
 def test_documents_are_cut_out_of_what_the_model_knows():

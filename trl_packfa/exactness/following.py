@@ -188,15 +188,19 @@ class Following:
 
         There rounding of the router's input changes the choice: the module runs a few times with other last places.
         """
+        traces = {i: (self.handed[i].trace, own) for i, own in self.traces.items() if i in self.handed}
         given = {
-            i: own.trace for i, own in self.handed.items() if i in self.places and all(k in own.trace for k in keys)
+            i: other
+            for i, (other, own) in traces.items()
+            if all(key in other and other[key].shape == own[key].shape for key in keys)
         }
         if not given or not keys:
             return
         states = args[0] if args else kwargs.get("hidden_states")
         place = torch.cat([self.places[i] for i in given])
-        sides = ([torch.cat([traces[i][key] for i in given]) for key in keys] for traces in (self.traces, given))
-        other = _changed(*map(_choices, sides))
+        with torch.autocast(place.device.type, enabled=False):  # on a CPU it cannot concatenate float16
+            sides = ([torch.cat([side[i][key] for i in given]) for key in keys] for side in (self.traces, given))
+            other = _changed(*map(_choices, sides))
         if other is None or not bool(other.any()) or not isinstance(states, torch.Tensor):
             return
 
