@@ -60,9 +60,9 @@ def check(
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
     The model must be patched, or loaded with `attn_implementation="packfa"`; one of the second kind that is exact is
-    then trusted in this process. The check runs about six thousand tokens, in training mode without dropout, and in
-    evaluation mode, too, if that computes something else. Modes, gradients, caches and random state are left as they
-    were. Run it under the autocast that training will use.
+    then trusted in this process. The check runs about six thousand tokens, in training mode without dropout, across
+    both modes, and in evaluation mode by itself, too, if that computes something else. Modes, gradients, caches and
+    random state are left as they were. Run it under the autocast that training will use.
 
     Args:
         model (`torch.nn.Module`):

@@ -1,7 +1,7 @@
-"""Run a model and get the input of its LM head at all positions, and the logits of a few positions.
+"""Run a model and get the input of its LM head at all positions, and the logits of some positions.
 
-A head treats every token by itself, so a few positions test it as well as all do. With 262,144 words, all logits take
-a thousand times the time and memory of the rest of a small model.
+With 262,144 words, all logits take a thousand times the time and memory of the rest of a small model. So only a few
+documents are scored, at every position.
 
 Shape letters: B rows, L row length, K scored positions, D model dim, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """A causal LM, bare or wrapped, whose head sees only a few positions.
+    """A causal LM, bare or wrapped, whose head sees only some positions.
 
     If a model calls no head module (a classifier, a backbone), or fails with fewer positions, the states are its
     logits.
