@@ -196,9 +196,9 @@ def test_a_difference_near_its_limit_is_compared_with_the_rounding_of_both_ways(
     RoBERTa's keys gave a false alarm on a CPU."""
     attend, rounding, ways = SdpaBackend.__call__, engine._rounding, []
 
-    def measured(subject, way, expected):
+    def measured(subject, way, *given):
         ways.append(way)
-        noise = rounding(subject, way, expected)
+        noise = rounding(subject, way, *given)
         factor = 1 if way is ways[0] else by  # of the reference
         layers = {key: value * factor for key, value in noise.layers.items()}
         return noise._replace(layers=layers, gradients=[value * factor for value in noise.gradients])
