@@ -4,7 +4,15 @@ Every message has three parts: what failed (with the values), why (every reason)
 `ValueError`s, so that a script that catches TRL's configuration errors catches ours too.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Figure = TypeVar("Figure")
 
 # The advice of every message about a model or dataset that cannot be packed.
 TRAIN_PADDED = "train padded, by TRL's own trainer or PackedSFTConfig(packing=False)"
@@ -30,6 +38,33 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, after its type unless the error is this library's."""
     line = (str(error).strip() or "no message").splitlines()[0]
     return line if isinstance(error, PackingError) else f"{type(error).__name__}: {line}"
+
+
+def figure(name: str) -> Callable[[Callable[Arguments, Figure]], Callable[Arguments, Figure | None]]:
+    """Decorate a function that only informs: it returns `None`, with one line in the log, where it would raise.
+
+    No figure of a log, estimate or report may end a run: it reads sizes that a model, a batch or a device of another
+    kind may not have. `name` says in the log what is missing.
+    """
+
+    def decorated(count: Callable[Arguments, Figure]) -> Callable[Arguments, Figure | None]:
+        @wraps(count)
+        def counted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Figure | None:
+            try:
+                return count(*args, **kwargs)
+            except Exception as error:  # whatever the code of a model, a tokenizer or a device raises
+                _tell_missing(name, first_line(error))
+                return None
+
+        return counted
+
+    return decorated
+
+
+@cache
+def _tell_missing(name: str, why: str) -> None:
+    """Log once in a process that a figure is missing."""
+    logger.info("trl-packfa: no %s: %s", name, why)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

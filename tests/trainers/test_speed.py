@@ -1,4 +1,5 @@
 import io
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,17 @@ import torch
 from operations import OperationCounter
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from tiny_models import small_model
 from training import SAVING, arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.bench.presets import preset_config
+from trl_packfa.errors import figure
 from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers.common.flops import ModelFlops
+from trl_packfa.trainers.common import flops
+from trl_packfa.trainers.common.flops import ModelFlops, experts_of_token, quadratic_weight
+from trl_packfa.trainers.sft import memory, throughput
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
 
@@ -57,6 +62,18 @@ def test_what_is_trained_in_full_beside_an_adapter_counts_once():
     weights = tiny.model(layers=1).model.layers[0].self_attn.o_proj.weight.numel()
     assert beside.body == plain.body + 2 * weights  # their own gradient
     assert beside.head == plain.head * 6 / 4
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "mixtral", "ernie4_5_moe", "hunyuan_v1_moe"])
+def test_experts_count_as_often_as_a_token_passes_them(name):
+    """Whatever the config calls their number: the small models have four, and a token passes two."""
+    model = small_model(name)
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    assert stacked and experts_of_token(model.config.get_text_config()) == 2
+    with_experts = ModelFlops.of(model).body
+    for p in model.parameters():
+        p.requires_grad = p.dim() != 3
+    assert with_experts - ModelFlops.of(model).body == 2 * stacked * 2 / 4
 
 
 EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]
@@ -149,3 +166,55 @@ def test_what_is_left_is_estimated_from_the_steps_of_this_run(monkeypatch):
     monkeypatch.setattr("trl_packfa.terminal.progress.time", SimpleNamespace(perf_counter=lambda: 160.0))
     state = SimpleNamespace(global_step=60, max_steps=100)
     assert callback._times(state) == "0:01:00 elapsed, 0:02:00 to go"
+
+
+def test_a_figure_that_cannot_be_counted_is_missing_and_said_once(caplog):
+    @figure("figure of this test")
+    def count(sizes):
+        return sizes["width"]
+
+    with caplog.at_level(logging.INFO, logger="trl_packfa"):
+        assert (count({"width": 3}), count({}), count({})) == (3, None, None)
+    assert caplog.text.count("trl-packfa: no figure of this test: KeyError: 'width'") == 1
+
+
+def test_a_model_without_sizes_in_its_config_trains_without_mfu(tmp_path):
+    """BLT is several models; its config has no `hidden_size`."""
+    model = small_model("blt")
+    assert ModelFlops.of(model) is None and quadratic_weight(model) == 0.0
+    trainer = packed_trainer(arguments(out=tmp_path, max_steps=1, check_packing=False), model=model)
+    trainer.train()
+    (entry,) = logs_of(trainer)
+    assert entry["tokens_per_second"] > 0 and "mfu" not in entry
+
+
+def broken(*args, **kwargs):
+    raise AttributeError("no such size")
+
+
+FIGURES = [
+    (flops, "attention_heads"), (throughput, "matmul_flops"), (throughput, "known_peak"), (memory, "inner_model"),
+    (memory, "frozen_in_float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", FIGURES, ids=lambda where: where[1])
+def test_no_figure_ends_a_run(where, tmp_path, monkeypatch):
+    monkeypatch.setattr(*where, broken)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 8 * 10**9)  # so that the memory is estimated
+    trainer = packed_trainer(arguments(out=tmp_path, gradient_checkpointing=True))
+    trainer.train()
+    assert len(logs_of(trainer)) == 3
+
+
+def test_batches_of_another_kind_are_not_counted_and_train(tmp_path):
+    meter = SpeedMeter(tiny.model(layers=1), PackedSFTConfig("out", use_cpu=True, bf16=False), world_size=1)
+    meter.start(0)
+    meter.add({"input_ids": torch.ones(1, 4, dtype=torch.long)})  # no labels: a model with a loss of its own
+    assert meter.read(4) == {}
+
+
+def test_advice_that_fails_hides_no_error():
+    args = PackedSFTConfig("out", use_cpu=True, bf16=False)
+    with pytest.raises(MemoryError, match="full"), throughput.memory_advice(args, {}, budget=None):
+        raise MemoryError("full")

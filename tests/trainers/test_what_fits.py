@@ -44,6 +44,7 @@ def test_widths_that_differ_from_layer_to_layer_or_are_not_said(name, estimated)
     model = small_model(name)
     line = checkpointing_can_be_off(model, arguments(gradient_checkpointing=True), 1000, 80 * GB)
     assert (line is not None) == estimated
+    assert (memory.shape_of(model, arguments()) is not None) == estimated, "which `plan` leaves out"
     if estimated:
         text = model.config.get_text_config()
         widths = [text.per_layer_config[layer].head_dim for layer in range(text.num_hidden_layers)]

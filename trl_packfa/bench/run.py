@@ -59,7 +59,7 @@ def run_bench(setup: Setup) -> dict[str, Any]:
             # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
             counted = setup.bench.trainer == "sft" and not all(result.failure for result in ended)
             figures = {
-                "model_flops_per_token": _flops(setup, config, data) if counted else 0.0,
+                "model_flops_per_token": _flops(setup, config, data) if counted and peak.best else 0.0,
                 "peak_flops": peak.best,
                 "peak_source": peak.source,
             }
@@ -91,16 +91,16 @@ class Journal:
 
 
 def _flops(setup: Setup, config: PreTrainedConfig, data: Facts) -> float:
-    """Return the operations that a true token takes."""
+    """Return the operations that a true token takes; 0 if they cannot be counted."""
     needed = ModelFlops.planned(config, setup.args)
-    return needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
+    return 0.0 if needed is None else needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
 
 
 class Peak:
     """Peak rate that MFU is a share of.
 
     It is `peak_tflops`, the device's data sheet, or the best measured rate of the model's own matrix product. The
-    measurement is repeated during the run, because the speed of a shared machine varies.
+    measurement is repeated during the run, because the speed of a shared machine varies. It is 0 if it fails.
     """
 
     def __init__(self, config: PreTrainedConfig, args: PackedSFTConfig) -> None:
@@ -122,7 +122,7 @@ class Peak:
         rate = peak_flops(self._config, self._args, **options)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # give the memory of the product back to the sides
-        return rate
+        return rate or 0.0
 
 
 def model_path(setup: Setup, folder: Path) -> str:

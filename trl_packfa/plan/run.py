@@ -91,11 +91,12 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
     return replace(figures, advice=(*advise(figures), *source.remarks))
 
 
-def read_shape(args: PackedSFTConfig) -> ModelShape:
+def read_shape(args: PackedSFTConfig) -> ModelShape | None:
     """Return the shape of `args.model_name_or_path` with the adapter of the arguments, from the model's config alone.
 
-    It is built on the meta device, without weights. Raise [`InvalidConfig`] if there is no such model, or the adapter
-    does not fit it, [`UnsupportedModel`] if its type cannot be packed.
+    It is built on the meta device, without weights; `None` if its config does not say its sizes. Raise
+    [`InvalidConfig`] if there is no such model, or the adapter does not fit it, [`UnsupportedModel`] if its type cannot
+    be packed.
     """
     name = args.model_name_or_path
     assert name is not None, "asked for a model"

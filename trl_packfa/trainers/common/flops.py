@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
+from ...errors import figure
 from ...runtime.zero3 import is_partitioned, whole_shape, whole_size
 from .config import CommonConfig
 
@@ -34,16 +35,28 @@ class ModelFlops:
     attention: float  # per token and per token of its document
 
     @classmethod
+    @figure("count of operations")
     def planned(cls, config: PreTrainedConfig, args: CommonConfig) -> ModelFlops:
-        """Count the operations of a model that is not loaded yet, with the adapter that the arguments ask for."""
+        """Count the operations of a model that is not loaded yet, with the adapter that the arguments ask for.
+
+        It is `None` if they cannot be counted, see [`~errors.figure`].
+        """
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
         adapter: Any = get_peft_config(args)
-        return cls.of(get_peft_model(model, adapter, low_cpu_mem_usage=True) if adapter else model)
+        return cls._of(get_peft_model(model, adapter, low_cpu_mem_usage=True) if adapter else model)
 
     @classmethod
+    @figure("MFU")
     def of(cls, model: Any) -> ModelFlops:
-        """Count the operations of a model or `PeftModel` as it will train. It may be on the meta device."""
+        """Count the operations of a model or `PeftModel` as it will train. It may be on the meta device.
+
+        It is `None` if they cannot be counted, see [`~errors.figure`].
+        """
+        return cls._of(model)
+
+    @classmethod
+    def _of(cls, model: Any) -> ModelFlops:
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         heads, head_dim = attention_heads(text)
         linear = {
@@ -59,11 +72,11 @@ class ModelFlops:
         # The head is counted separately, because it scores trained positions only.
         in_head = () if head is None else set(head.modules())
         body = sum(flops for m, flops in linear.items() if m not in in_head)
-        # Experts are stacked in one parameter. Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
-        experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+        # Experts are stacked in one parameter.
+        experts = _first(text, "num_local_experts", "num_experts")
         stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
         if experts and stacked:
-            body += stacked * text.num_experts_per_tok / experts
+            body += stacked * experts_of_token(text) / experts
         # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
         # backward needs twice as many.
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
@@ -81,6 +94,17 @@ def _flops_per_weight(weight: torch.Tensor) -> int:
     return 6 if weight.requires_grad else 4
 
 
+def experts_of_token(text: Any) -> int:
+    """Return how many experts a token passes in a layer, by a text config; 0 without experts."""
+    return _first(text, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k") or 0
+
+
+def _first(text: Any, *names: str) -> Any:
+    """Return the first of these sizes that a text config has, the largest where it has one for each layer."""
+    found = next((value for name in names if (value := getattr(text, name, None))), None)
+    return max(found) if isinstance(found, (list, tuple)) else found
+
+
 def attention_heads(text: Any) -> tuple[int, int]:
     """Return number and width of a text config's query heads, rounded means if layers differ; 0 without attention."""
     try:
@@ -93,7 +117,15 @@ def attention_heads(text: Any) -> tuple[int, int]:
 
 
 def quadratic_weight(model: Any) -> float:
-    """Return the cost of attention between two tokens of a model, relative to the other cost of one token."""
+    """Return the cost of attention between two tokens of a model, relative to the other cost of one token.
+
+    It is 0 if the model's config has no sizes of it: then documents are balanced by their lengths.
+    """
+    return _quadratic_weight(model) or 0.0
+
+
+@figure("cost of attention, so documents are balanced by their lengths")
+def _quadratic_weight(model: Any) -> float:
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
     inner = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -15,13 +15,14 @@ from datasets import IterableDataset
 from peft import get_peft_model
 from trl import get_peft_config
 
+from ...errors import figure
 from ...kernels.liger import liger_kernels
 from ...kernels.lm_head.frozen import positions_per_tile
 from ...patching.inspect import inner_model
 from ...patching.router_loss import balances_experts
 from ..common.batching import FREE, Batching
 from ..common.dataset import read_lengths
-from ..common.flops import attention_heads, quadratic_weight
+from ..common.flops import attention_heads, experts_of_token, quadratic_weight
 from ..common.step_cutting import how_to_cut
 from .config import PackedSFTConfig
 
@@ -168,6 +169,7 @@ logger = get_logger(__name__)
 _FEW_BYTES = 100e6
 
 
+@figure("advice on memory")
 def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str = FREE) -> None:
     """Log what a run on these cut documents could save. `cut` is how `step` may cut."""
     if (line := frozen_in_float32(model, args)) is not None:
@@ -197,16 +199,13 @@ def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
     )
 
 
+@figure("estimate of memory")
 def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
     """Say that `has` bytes suffice without activation checkpointing; `None` if not, or if that is not known."""
     shared = bool(args.deepspeed) or bool(args.fsdp)
     if not args.gradient_checkpointing or shared:
         return None
-    try:
-        shape = shape_as_loaded(model)
-    except (AttributeError, RuntimeError, TypeError) as error:  # the config has no widths, or one for each layer
-        logger.debug("trl-packfa: no estimate of memory: %s", error)
-        return None
+    shape = shape_as_loaded(model)
     fused_norms = args.fused_kernels and liger_kernels() is not None
     memory = estimate(shape, without_checkpointing(args), tokens, fused_norms=fused_norms)
     if memory.needed > has:
@@ -248,8 +247,11 @@ class ModelShape:
     cut: str = FREE
 
 
-def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
-    """Measure a bare causal LM, with or without loaded weights, and the adapter that the arguments ask for."""
+def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape | None:
+    """Measure a bare causal LM, with or without loaded weights, and the adapter that the arguments ask for.
+
+    It is `None` if the model's config has no such sizes.
+    """
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters, text = model.num_parameters(), model.config.get_text_config()
@@ -257,6 +259,8 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
     dtype = (getattr(text, "dtype", None) or "float32") if args.dtype in ("auto", None) else args.dtype
     if adapter is not None:
         model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+    if (widths := _widths_if_known(model, text, head)) is None:
+        return None
     return ModelShape(
         parameters=parameters,
         quantizable=sum(linear),
@@ -265,7 +269,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
         lora_rank=adapter.r if adapter is not None else 0,  # type: ignore[attr-defined]  # TRL's is a LoraConfig
         dtype_bytes=4 if "32" in str(dtype) else 2,
         cut=how_to_cut(args, balances_experts=balances_experts(text, args.router_aux_loss_coef))[0],
-        **_widths(model, text, head),
+        **widths,
     )
 
 
@@ -306,9 +310,12 @@ def _widths(model: Any, text: Any, head: Any) -> dict[str, Any]:
     }
 
 
+_widths_if_known = figure("memory and cost of attention: the model's config has other sizes")(_widths)
+
+
 def _feed_forward(text: Any) -> int:
     """Return the feed-forward width that a token passes, of all its experts together; 4 hidden sizes if unknown."""
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
     width = max(width) if isinstance(width, (list, tuple)) else width
-    experts = getattr(text, "num_experts_per_tok", None) or 0
+    experts = experts_of_token(text)
     return experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...errors import NonFiniteLoss, is_out_of_memory
+from ...errors import NonFiniteLoss, figure, is_out_of_memory
 from ...patching.unpadding import Unpadding
 from ...runtime.datasheet import datasheet_flops
 from ..common.flops import ModelFlops, compute_dtype, matmul_flops
@@ -72,6 +72,7 @@ class SpeedMeter:
                 self._paused += time.perf_counter() - began
                 self._shared_before += 0 if self.sharing is None else self.sharing.shared - (shared or 0)
 
+    @figure("count of tokens")
     def add(self, inputs: dict[str, Any]) -> None:
         """Count a micro-batch: its documents' tokens, the squares of their lengths, and the trained tokens."""
         layout, labels = inputs.get("packed_layout"), inputs["labels"]
@@ -94,8 +95,8 @@ class SpeedMeter:
     def read(self, tokens: int) -> dict[str, float]:
         """Return `tokens_per_second` of all ranks and `mfu` since the last call; an empty dict if nothing was trained.
 
-        With shared prefixes, `prefixes_shared` is the share of this rank's tokens that were not computed. The cost of
-        attention is estimated from this rank's documents.
+        A model whose operations cannot be counted has no `mfu`. With shared prefixes, `prefixes_shared` is the share of
+        this rank's tokens that were not computed. The cost of attention is estimated from this rank's documents.
         """
         now, since, counted = time.perf_counter(), self._since, float(self._tokens)
         figures: dict[str, float] = {}
@@ -104,11 +105,13 @@ class SpeedMeter:
             # Mean over tokens of their document's length. Lengths 1 and 3 give (1 + 9) / 4 = 2.5, not 2.
             shared = 0 if self.sharing is None else self.sharing.shared - self._shared_before
             computed, squares = counted - shared, self._squares_of_trees if shared else self._squares
-            needed = self._flops.per_token(seen=float(squares) / computed, trained=float(self._trained) / computed)
-            needed *= computed / counted
-            if self._peak is None:
+            figures = {"tokens_per_second": rate}
+            if self._flops is not None and self._peak is None:
                 self._peak = peak_flops(self._config, self._args, seconds=_MEASURING)
-            figures = {"tokens_per_second": rate, "mfu": rate * needed / (self._peak * self._world_size)}
+            if self._flops is not None and self._peak is not None:
+                needed = self._flops.per_token(seen=float(squares) / computed, trained=float(self._trained) / computed)
+                needed *= computed / counted
+                figures["mfu"] = rate * needed / (self._peak * self._world_size)
             if self.sharing is not None:
                 figures["prefixes_shared"] = shared / counted
         self._since = (time.perf_counter(), tokens)
@@ -116,8 +119,12 @@ class SpeedMeter:
         return figures
 
 
+@figure("peak rate of this device, and so no MFU")
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
-    """Return the peak operations per second: `peak_tflops`, the data sheet's, or measured on the model's product."""
+    """Return the peak operations per second: `peak_tflops`, the data sheet's, or measured on the model's product.
+
+    It is `None` if it cannot be measured, see [`~errors.figure`].
+    """
     known = known_peak(args)
     if known is not None:
         return known
@@ -143,11 +150,12 @@ def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int 
         yield
     # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
     except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            error.add_note(_advice(args, inputs, budget))
+        if is_out_of_memory(error) and (advice := _advice(args, inputs, budget)) is not None:
+            error.add_note(advice)
         raise
 
 
+@figure("advice on memory")
 def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -> str:
     tokens, layout, mask = inputs["input_ids"].numel(), inputs.get("packed_layout"), inputs.get("attention_mask")
     longest = tokens if layout is None else layout.max_seqlen
@@ -201,11 +209,12 @@ class LossWatch:
         step, inputs = where[first]
         raise NonFiniteLoss(
             f"the loss is {float(losses[first])} at step {step} (transformers would log the mean of the others).",
-            why=_documents(inputs, tokenizer),
+            why=_documents(inputs, tokenizer) or (),
             do="Look at these documents. Lower the learning rate or max_grad_norm, or train in bfloat16, not float16.",
         )
 
 
+@figure("text of its documents")
 def _documents(inputs: dict[str, Any], tokenizer: Any) -> list[str]:
     """Describe each document of a micro-batch by its length and first tokens."""
     layout, ids = inputs["packed_layout"], inputs["input_ids"]
