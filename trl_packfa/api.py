@@ -23,7 +23,16 @@ from .kernels.lm_head.chunked import undo_head
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching import inspect
-from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, is_patched_with, undo_patch
+from .patching.apply import (
+    PatchOptions,
+    PatchState,
+    all_or_none,
+    apply_patch,
+    find_state,
+    is_patched_with,
+    restore_patch,
+    undo_patch,
+)
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
@@ -281,8 +290,8 @@ def patched(
     unpad: bool = False,
     share_prefixes: bool = False,
 ) -> Iterator[Model]:
-    """Apply [`patch`] for a `with` block. A model that was patched before stays patched."""
-    was_patched = find_state(model) is not None
+    """Apply [`patch`] for a `with` block. Afterwards a model that was patched before is patched as it was."""
+    before = find_state(model)
     try:
         yield patch(
             model,
@@ -293,5 +302,7 @@ def patched(
             share_prefixes=share_prefixes,
         )
     finally:
-        if not was_patched:
+        if before is None:
             unpatch(model)
+        else:
+            restore_patch(model, before)

@@ -13,8 +13,8 @@ from selection import in_full
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, Patch, describe, patch, patched, registered_patches, unpatch
-from trl_packfa.errors import PackingError
-from trl_packfa.patching.apply import apply_patch
+from trl_packfa.errors import NoBackend, PackingError
+from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.attention_interface import _masked_by_choice
 from trl_packfa.patching.inspect import get_patch
 from trl_packfa.runtime.override import override_in
@@ -186,9 +186,39 @@ def test_patched_is_for_the_length_of_the_block():
         raise RuntimeError("inside")
     assert describe(model) == "not patched"
     patch(model)
+    before = find_state(model)
     with patched(model):
         pass
-    assert describe(model) != "not patched"
+    assert find_state(model) is before
+
+
+def test_patched_model_is_patched_as_it_was_after_a_block_with_other_options():
+    model, docs = patch(tiny.model("bloom"), fused_lora=False), tiny.documents()
+    before, attributes = find_state(model), [dict(vars(module)) for module in model.modules()]
+    expected = forward(model, docs).logits
+    with patched(model, unpad=True):
+        assert find_state(model) is not before and find_state(model).options.unpad
+    assert find_state(model) is before and [dict(vars(module)) for module in model.modules()] == attributes
+    assert torch.equal(forward(model, docs).logits, expected)
+    with pytest.raises(NoBackend):
+        patch(model, backend="none such")
+    assert find_state(model) is before and torch.equal(forward(model, docs).logits, expected)
+    unpatch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_that_others_have_set_on_top_stays_and_calls_the_new_patch_only():
+    model, docs = patch(tiny.model("bloom"), fused_lora=False), tiny.documents()
+    expected, below = forward(model, docs).logits, model.forward
+    model.forward = on_top = lambda *args, **kwargs: below(*args, **kwargs)
+    patch(model)
+    assert torch.equal(forward(model, docs).logits, expected)
+    unpatch(model)
+    assert model.forward is on_top
+    whole = torch.cat(docs)[None]
+    with torch.no_grad():
+        plain, own = model(input_ids=whole).logits, tiny.model("bloom")(input_ids=whole).logits
+    assert torch.equal(plain, own) and not torch.equal(plain, expected)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
@@ -253,7 +283,7 @@ def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
 
     def overridden(model):
         state = apply_patch(model, get_patch(model))
-        return Counter(type(override_in(module)).__name__ for module, slot, _ in state.edits)
+        return Counter(type(override_in(module)).__name__ for module, slot, *_ in state.edits)
 
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
     assert here["RMSNormOverride"] == 5 and here["LayerOverride"] == 2

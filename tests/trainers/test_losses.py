@@ -14,6 +14,7 @@ from training import arguments, batches_of, dataset, losses, packed_trainer
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+import trl_packfa
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import find_state
@@ -330,6 +331,24 @@ def test_the_noise_of_each_token_follows_its_padded_row():
 def test_neftune_where_a_backbone_runs_by_document_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="neftune_noise_alpha with model type 'roformer'"):
         packed_trainer(arguments(out=tmp_path, neftune_noise_alpha=5.0), model=small_model("roformer"))
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
+    for options in (None, {"fused_lora": False}):
+        model = small_model("roformer")
+        names = [name for name, _ in model.named_parameters()]
+        before = None if options is None else find_state(trl_packfa.patch(model, **options))
+        if is_asked:
+            with pytest.raises(UnsupportedModel, match="neftune_noise_alpha"):
+                packed_trainer(arguments(out=tmp_path, neftune_noise_alpha=5.0, use_peft=True), model=model)
+        else:
+            plain = SFTConfig(str(tmp_path), neftune_noise_alpha=5.0, report_to="none", use_cpu=True)
+            trainer = PackedSFTTrainer(
+                model, args=plain, train_dataset=dataset(), processing_class=tiny.tokenizer(), peft_config=None
+            )
+            assert not trainer.args.packing
+        assert find_state(model) is before and [name for name, _ in model.named_parameters()] == names
 
 
 def test_a_foreign_collators_batch_is_a_padded_micro_batch_too():

@@ -160,14 +160,16 @@ def test_all_models_or_none(tmp_path):
 
 
 def test_a_refusal_leaves_every_model_patched_as_it_was(tmp_path):
-    trainer = build("grpo", tmp_path, lora=True)
+    trainer = build("grpo", tmp_path)
     trl_packfa.patch(trainer.model)
-    before = find_state(trainer.model)
+    trl_packfa.patch(trainer.ref_model, unpad=True)
+    before, of_reference = find_state(trainer.model), find_state(trainer.ref_model)
     trainer.reward_funcs[1] = encoder_decoder()
     with pytest.raises(UnsupportedModel, match="none of the trainer's models was changed"):
         trl_packfa.padding_free(trainer)
     state = find_state(trainer.model)
-    assert state.unpadding is None and state.patch is before.patch and len(state.edits) == len(before.edits)
+    assert state is before and state.unpadding is None
+    assert find_state(trainer.ref_model) is of_reference and of_reference.unpadding.generates
     packed = trl_packfa.patch(tiny.model(layers=1))
     with pytest.raises(NoBackend):
         trl_packfa.patch(packed, backend="none such")

@@ -96,11 +96,9 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if not (patch.encoder or patch.by_length):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]
-    for module, slot, value in planned:
-        # Keep the instance's own value. `None` means that the class's value was in use, so undoing deletes ours.
-        state.edits.append((module, slot, vars(module).get(slot)))
-        setattr(module, slot, value)
     setattr(parts.backbone, SLOT, state)
+    for edit in planned:
+        state.apply(*edit)
     return state
 
 
@@ -126,8 +124,7 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     # Not the layers inside of another one.
     layers = [module for name, module in named.items() if not any(name.startswith(f"{other}.") for other in named)]
     for layer in layers:
-        state.edits.append((layer, CompiledLayer.SLOT, vars(layer).get(CompiledLayer.SLOT)))
-        setattr(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
+        state.apply(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
     return len(layers)
 
 
@@ -136,14 +133,19 @@ def undo_patch(model: nn.Module) -> None:
     state = find_state(model)
     if state is None:
         return
-    # Backwards, because one slot may be edited twice: a causal LM's forward is, for its head and for its arguments.
-    for module, slot, before in reversed(state.edits):
-        if before is None:
-            delattr(module, slot)
-        else:
-            setattr(module, slot, before)
+    state.exchange_edits()
     for module in model.modules():
         vars(module).pop(SLOT, None)
+
+
+def restore_patch(model: nn.Module, before: PatchState | None) -> None:
+    """Patch a model again as it was patched before: `before` is what [`find_state`] found then."""
+    if find_state(model) is before:
+        return
+    undo_patch(model)
+    if before is not None:
+        before.exchange_edits()
+        setattr(before.parts.backbone, SLOT, before)
 
 
 @contextmanager
@@ -155,13 +157,7 @@ def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
     # Also after KeyboardInterrupt: a notebook goes on with the same model.
     except BaseException:
         for model, state in before:
-            if find_state(model) is state:
-                continue
-            undo_patch(model)
-            if state is not None:  # that patch was proven then
-                again = apply_patch(model, state.patch, state.options)
-                again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
-                again.packed_refusal = state.packed_refusal
+            restore_patch(model, state)
         raise
 
 

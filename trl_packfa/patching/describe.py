@@ -68,7 +68,7 @@ def _how_it_runs(name: str, state: PatchState) -> str:
 
 def _describe_kernels(state: PatchState) -> list[str]:
     """List which kernel runs each kind of module, where it is not the model's own code, and why Liger cannot run."""
-    overrides = [override for module, slot, _ in state.edits if (override := override_in(module, slot)) is not None]
+    overrides = [override for module, slot, *_ in state.edits if (override := override_in(module, slot)) is not None]
     if not state.options.fused_kernels:
         return ["norms, rotation and SwiGLU: the model's own code (fused_kernels=False)"]
     found: Counter[tuple[str, str]] = Counter(kind for override in overrides for kind in _kinds(override))

@@ -286,6 +286,8 @@ class CausalLMOverride(_PackedForward):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
+        if not self.state.is_applied:
+            return self.call_original(*args, **kwargs)
         call = self.named(args, kwargs)
         layout = self.find_layout(call)
         if layout is not None:

@@ -41,7 +41,8 @@ class PatchState:
     # By class and mode, the names by which a mixer's own kernels provably honour boundaries.
     native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
     adapted: list[nn.Module] = field(default_factory=list)
-    edits: list[Edit] = field(default_factory=list)
+    # Each with the value that it replaced and its own, `None` for the value of the module's class.
+    edits: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
     invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unpadding: Unpadding | None = None
@@ -51,6 +52,33 @@ class PatchState:
     unpadding_report: Any = None
     # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
     report: Any = None
+
+    def apply(self, module: nn.Module, slot: str, value: Any) -> None:
+        """Make an edit, and keep the instance's own value; `None` says that the class's value was in use."""
+        self.edits.append((module, slot, vars(module).get(slot), value))
+        setattr(module, slot, value)
+
+    def exchange_edits(self) -> None:
+        """Give every edited attribute the value that it had before the last exchange, the last edit first.
+
+        So one call undoes an applied patch, and the next one applies it again with all that was proven about it. A
+        value that somebody else has set since then stays: TRL's LM head, accelerate's hook.
+        """
+        # Backwards, because one slot may be edited twice: a causal LM's forward is, for its head and for its arguments.
+        self.edits.reverse()
+        for i, (module, slot, other, own) in enumerate(self.edits):
+            if vars(module).get(slot) is not own:
+                continue
+            self.edits[i] = (module, slot, own, other)
+            if other is None:
+                delattr(module, slot)
+            else:
+                setattr(module, slot, other)
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model is patched so now. Forwards that others have set keep ours inside after an undo."""
+        return vars(self.parts.backbone).get(SLOT) is self
 
     @property
     def needs_whole_documents(self) -> str | None:

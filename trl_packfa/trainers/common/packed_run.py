@@ -25,6 +25,7 @@ from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError
 from ...exactness import ExactnessReport
 from ...packing import PackingReport
 from ...patching import inspect
+from ...patching.apply import find_state, restore_patch
 from ...runtime.override import set_inside
 from ...versions import MINIMUM_VERSIONS, installed_version
 from .checkpoint_files import (
@@ -99,13 +100,12 @@ class PackedRun(Base):
         reference model and puts other hooks on the embeddings.
         """
         trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
+        before = find_state(model) if isinstance(model, nn.Module) else None
         if refusal is None:
             given = dict(vars(self))  # what a subclass has set before
             try:
                 return pack()
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
-                if is_asked:
-                    raise
                 refusal = late
                 for name, held in vars(self).items():
                     parts = held.modules() if name not in given and isinstance(held, nn.Module) else ()
@@ -114,10 +114,14 @@ class PackedRun(Base):
                 built = vars(self).get("model")
                 if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
                     built.unload()
+                if isinstance(model, nn.Module):
+                    restore_patch(model, before)
                 for parameter, trains in trained:
                     parameter.requires_grad_(trains)
                 vars(self).clear()
                 vars(self).update(given)
+                if is_asked:
+                    raise
         why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
         padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
         logger.warning(

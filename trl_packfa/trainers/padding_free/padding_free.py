@@ -138,7 +138,7 @@ def attached_run(trainer: Any) -> PaddingFreeRun | None:
 
 
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
-    """Patch all models; if one is refused, undo the others."""
+    """Patch all models; if one is refused, each is patched as it was before."""
     with all_or_none(models.values()):
         for name, model in models.items():
             try:
@@ -152,10 +152,11 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                     why=[str(error)],
                     do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
                 ) from error
-            if name != POLICY:  # a reference, teacher or reward model only scores
-                state = find_state(model)
-                assert state is not None and state.unpadding is not None, "patched with unpad=True"
-                state.unpadding.generates = False
+    for name, model in models.items():
+        if name != POLICY:  # a reference, teacher or reward model only scores
+            state = find_state(model)
+            assert state is not None and state.unpadding is not None, "patched with unpad=True"
+            state.unpadding.generates = False
 
 
 def _require_trainer(trainer: Any) -> None:
