@@ -64,7 +64,7 @@ class PatchState:
         So one call undoes an applied patch, and the next one applies it again with all that was proven about it. A
         value that somebody else has set since then stays: TRL's LM head, accelerate's hook.
         """
-        # Backwards, because one slot may be edited twice: a causal LM's forward is, for its head and for its arguments.
+        # Backwards, because a slot may be edited twice: a causal LM's forward is, for its head and for its arguments.
         self.edits.reverse()
         for i, (module, slot, other, own) in enumerate(self.edits):
             if vars(module).get(slot) is not own:
