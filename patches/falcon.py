@@ -24,6 +24,11 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=module.inv_norm_factor)
 
 
+def has_no_alibi(config: Any) -> bool:
+    """Tell whether a Falcon model of this config has rotary embeddings."""
+    return not config.alibi
+
+
 PATCH = Patch(
     model_types=("falcon",),
     backbone="FalconModel",
@@ -33,6 +38,6 @@ PATCH = Patch(
     makes_mask=True,
     # Models with ALiBi round the bias to bfloat16 and add it before or after scaling, depending on their attention.
     # So they run their own attention, document by document.
-    serves=lambda config: not config.alibi,
+    serves=has_no_alibi,
     otherwise=Patch(model_types=("falcon",), rebatch=True),
 )

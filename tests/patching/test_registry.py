@@ -1,15 +1,20 @@
+import copy
+import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import tiny
 import torch
-from tiny_models import small_model
+from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 import trl_packfa
-from trl_packfa import Patch, describe, patch, register_patch, registered_patches
+from trl_packfa import Patch, describe, patch, register_patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
+from trl_packfa.patching.apply import PatchOptions, apply_patch, find_state
+from trl_packfa.patching.inspect import get_patch
 
 
 @pytest.fixture
@@ -60,6 +65,43 @@ def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
         model.config.model_type = model_type
         with pytest.raises(UnsupportedModel, match=message):
             patch(model)
+
+
+def by_torch(model, folder):
+    torch.save(model, folder / "model.pt")
+    return torch.load(folder / "model.pt", weights_only=False)
+
+
+def by_folder(model, folder):
+    model.save_pretrained(folder / "saved")
+    return type(model).from_pretrained(folder / "saved", dtype=model.dtype)
+
+
+def one_type_of_each_patch():
+    """One model type for each built-in patch, and for the patch of the models that it does not serve."""
+    buildable = {name: p for name, p in registered_patches().items() if name in set(all_types()) - set(NOT_BUILDABLE)}
+    found = dict(reversed([(id(p), name) for name, p in buildable.items()]))
+    assert len(found) >= 20
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize("model_type", one_type_of_each_patch())
+def test_patched_model_is_copied_pickled_and_saved(model_type, tmp_path):
+    model = small_model(model_type)
+    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
+    packed = tiny.batch(tiny.documents())
+    ids = {"input_ids": tiny.documents()[0][None], "use_cache": False}
+    with torch.no_grad():
+        expected, alone = model(**packed).logits, model(**ids).logits
+        for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), partial(by_torch, folder=tmp_path)):
+            twin = copied(model)
+            assert find_state(twin).parts.backbone is not find_state(model).parts.backbone
+            assert torch.equal(twin.eval()(**packed).logits, expected)
+            unpatch(twin)
+            assert torch.equal(twin(**ids).logits, alone) and find_state(model) is not None
+        loaded = by_folder(model, tmp_path).eval()
+        assert find_state(loaded) is None
+        assert torch.equal(loaded(**ids).logits, alone)
 
 
 PACKAGE = {
