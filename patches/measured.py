@@ -1,6 +1,6 @@
 """The measured results of every causal LM type of transformers: `models.json`, made by `tools/support_matrix.py`.
 
-A type is trusted only while its modelling code is the measured code, see `api.py`.
+A type is trusted only while its modelling code, and what all types rely on, is the measured code, see `api.py`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,22 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
+
+# Files of transformers that all patches rely on, and the dispatch of attention in one more file.
+_RELIED_ON = (
+    "masking_utils.py", "modeling_flash_attention_utils.py", "modeling_layers.py", "modeling_rope_utils.py",
+    "integrations/eager_paged.py", "integrations/flash_attention.py", "integrations/flex_attention.py",
+    "integrations/moe.py", "integrations/sdpa_attention.py", "integrations/sdpa_paged.py",
+)  # fmt: skip
+_DISPATCH = re.compile(r"^class AttentionInterface\b.*?(?=^\S)", re.MULTILINE | re.DOTALL)
 
 RESULTS = Path(__file__).with_name("models.json")
 # Of the types with images or sounds, made by `tools/composite_matrix.py`.
@@ -57,13 +67,31 @@ def measured_with() -> dict[str, str]:
 def known_sources() -> dict[str, set[str]]:
     """Return the fingerprints of modelling code that was measured exact, by `config.model_type`.
 
-    There is one for each measured version of transformers.
+    There is one for each measured version of transformers whose masks and attention interface are those installed.
     """
+    installed, interfaces = interface_fingerprint(), read_committed(RESULTS)["interfaces"]
     known: dict[str, set[str]] = {}
     for result in results().values():
         if result.get("sources"):
-            known.setdefault(result["config_type"], set()).update(result["sources"].values())
+            alike = (code for version, code in result["sources"].items() if interfaces[version] == installed)
+            known.setdefault(result["config_type"], set()).update(alike)
     return known
+
+
+@cache
+def interface_fingerprint(package: Path = Path(transformers.__file__).parent) -> str:
+    """Return a hash of the code of transformers that all patches rely on beside the modelling code.
+
+    That is: masks, attention functions and their dispatch, rotary embeddings, layers, and experts' products.
+    """
+    digest = hashlib.sha256()
+    for name in _RELIED_ON:
+        path = package / name
+        digest.update(path.read_bytes() if path.exists() else f"{name} is not there".encode())
+    # Most of the file is about loading. The class ends where the next line begins that is not indented.
+    found = _DISPATCH.search((package / "modeling_utils.py").read_text(encoding="utf-8"))
+    digest.update(found.group().encode() if found else b"no dispatch")
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(model: nn.Module) -> str:

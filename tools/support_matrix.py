@@ -26,7 +26,7 @@ from trl_packfa.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.exactness import ExactnessReport, check
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.measured import RESULTS, fingerprint
+from trl_packfa.patches.measured import RESULTS, fingerprint, interface_fingerprint
 from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch, model_type
 from trl_packfa.versions import installed_version
@@ -175,7 +175,7 @@ def run(
         types[name] = result
         seen(name, result)
         write(partial, {"versions": versions, "types": types})
-    whole = merged(whole, versions, types)
+    whole = merged(whole, versions, types, interface=interface_fingerprint())
     write(path, whole)
     partial.unlink(missing_ok=True)
     return whole
@@ -187,12 +187,15 @@ def _begun(partial: Path, versions: Mapping[str, Any]) -> dict[str, Any]:
     return begun["types"] if begun.get("versions") == versions else {}
 
 
-def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+def merged(
+    whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping[str, Any], *, interface: str = ""
+) -> dict[str, Any]:
     """Return the results file with the results of one more version of transformers in it.
 
     The result of a type is kept from the newest version. The fingerprints of its code are kept from every version with
     an exact result, so that a model is not checked again only because another version was measured later. If the level
     has changed, the other versions were measured with another patch, and their fingerprints are dropped.
+    `interface` is the fingerprint of what all types rely on in this version.
     """
     this, newest = versions["transformers"], whole.get("versions", {}).get("transformers", "0")
     is_newest = Version(this) >= Version(newest)
@@ -206,13 +209,19 @@ def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping
             del sources[this]
         kept = result if is_newest or not before else before
         results[name] = {key: value for key, value in kept.items() if key != "source"} | {
-            "sources": dict(sorted(sources.items(), key=lambda item: Version(item[0])))
+            "sources": by_version(sources)
         }
     return {
         "versions": dict(versions) if is_newest else whole["versions"],
         "transformers": sorted({*whole.get("transformers", ()), this}, key=Version),
+        "interfaces": by_version({**whole.get("interfaces", {}), this: interface}),
         "types": dict(sorted(results.items())),
     }
+
+
+def by_version(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by version, the oldest version first."""
+    return dict(sorted(values.items(), key=lambda item: Version(item[0])))
 
 
 def versions_of(*packages: str) -> dict[str, str | None]:

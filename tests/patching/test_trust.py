@@ -1,8 +1,11 @@
 """What was not measured is checked before it is trusted; what a user meets in old habits stays exact."""
 
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
+import transformers
 from calls import watched
 from tiny_models import small_model
 from tolerance import assert_float32
@@ -12,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl_packfa import PackedLayout, Patch, api, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout.call_context import packed_call
-from trl_packfa.patches import registry
+from trl_packfa.patches import measured, registry
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 from trl_packfa.patching.mixers import MixerOverride
 
@@ -98,11 +101,56 @@ def test_code_that_a_patch_does_not_fit_is_blamed_on_the_version():
     assert describe(model) == "not patched"
 
 
-def test_code_of_every_measured_version_is_trusted():
+@pytest.fixture
+def masks_of(monkeypatch):
+    """A function that lets what all types rely on be that of a version of transformers, or of none."""
+
+    def use(interface):
+        monkeypatch.setattr(measured, "interface_fingerprint", lambda: interface)
+        known_sources.cache_clear()
+
+    yield use
+    known_sources.cache_clear()
+
+
+def test_code_of_every_measured_version_is_trusted_with_its_own_masks(masks_of):
     """Nobody waits for a check because a later version was measured."""
     sources = {name: result["sources"] for name, result in results().items()}
-    assert {"5.23.0", "5.24.0"} <= {version for versions in sources.values() for version in versions}
-    assert set(sources["mixtral"].values()) <= known_sources()["mixtral"] and len(set(sources["mixtral"].values())) > 1
+    interfaces = measured.read_committed(measured.RESULTS)["interfaces"]
+    assert {"5.23.0", "5.24.0"} <= interfaces.keys() == set(measured_transformers()) and len(
+        set(interfaces.values())
+    ) > 1
+    assert len(set(sources["mixtral"].values())) > 1
+    for version, interface in interfaces.items():
+        masks_of(interface)
+        assert known_sources()["mixtral"] == {sources["mixtral"][version]}
+
+
+def test_known_code_with_masks_that_nobody_measured_is_checked(masks_of, monkeypatch):
+    checked = watched(monkeypatch, api, "check")
+    patch(tiny.model())
+    assert not checked
+    masks_of("of a release in between")
+    patch(tiny.model())
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("changed", ["masking_utils.py", "integrations/sdpa_attention.py", "modeling_utils.py"])
+def test_fingerprint_of_what_all_types_rely_on_sees_a_change(tmp_path, changed):
+    installed = Path(transformers.__file__).parent
+    for name in (*measured._RELIED_ON, "modeling_utils.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((installed / name).read_bytes())
+    path = tmp_path / "modeling_utils.py"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("def from_pretrained", "def from_trained"), encoding="utf-8"
+    )
+    known = measured.interface_fingerprint()
+    assert measured.interface_fingerprint(tmp_path) == known, "loading is none of it"
+    measured.interface_fingerprint.cache_clear()
+    path = tmp_path / changed
+    path.write_text(path.read_text(encoding="utf-8").replace("attention", "attending"), encoding="utf-8")
+    assert measured.interface_fingerprint(tmp_path) != known
 
 
 def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
