@@ -21,6 +21,8 @@ import torch
 # TRL's own padded run whose weights begin one last place off differs by up to 29 of float32's last places and the root
 # of the steps, padded against packed by 8; under bfloat16's autocast by 0.06 of bfloat16's.
 RUN_PLACES = {torch.float32: 64.0, torch.bfloat16: 0.25}
+# Of bfloat16's: the loss and the gradients of pairs hang on differences of sums of log-probabilities. Measured: 0.3.
+BFLOAT16_PAIRS = 1.0
 # Of float32's: TRL keeps the adapters of a 4-bit model in bfloat16, and rounds each update to it.
 BFLOAT16_ADAPTERS = 256.0
 # A run that is a negative control differs by more than this many times what is allowed.
@@ -143,7 +145,7 @@ def assert_trajectory(actual, expected, *, dtype=torch.float32, places=None):
     """Assert tier 5: the worst step, and half of it for the mean drift."""
     shares = _shares(actual, expected, dtype=dtype, places=places)
     worst, drift = max(map(abs, shares)), abs(sum(shares)) / len(shares)
-    record(f"run, {dtype}" if places is None else "run, bfloat16 adapters", max(worst, 2 * drift))
+    record(f"run, {dtype}" if places is None else f"run, {places:g} places", max(worst, 2 * drift))
     assert worst <= 1.0, f"worst step {worst:.2f} of what is allowed"
     assert drift <= 0.5, f"drift {drift:.2f} of what is allowed"
 

@@ -8,7 +8,7 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tolerance import record, share_of_allowed
+from tolerance import BFLOAT16_PAIRS, record, share_of_allowed
 from training import arguments, logs_of, trained
 
 import trl_packfa
@@ -156,8 +156,9 @@ ROUNDED = ("rewards/accuracies",)
 
 
 # KTO's `kl` is the difference of two rows' log-probabilities, sums over their tokens, and rounding is as large as they
-# are: 1e-5 of a `kl` near 0 is a few units in the last place of log-probabilities of 200.
-_DIFFERENCE_OF = {"kl": ("logps/chosen", "logps/rejected")}
+# are: 1e-5 of a `kl` near 0 is a few units in the last place of log-probabilities of 200. Rewards are such differences
+# times beta, which is 0.1.
+_DIFFERENCE_OF = {"kl": 1.0, **{f"rewards/{of}": 0.1 for of in ("chosen", "rejected", "margins")}}
 
 
 def encoder_decoder():
@@ -171,12 +172,13 @@ def encoder_decoder():
 
 def differences(logs, others, *, dtype=torch.float32):
     """Return the worst difference of each metric over all steps, as a share of what is allowed."""
-    worst = {}
+    worst, places = {}, BFLOAT16_PAIRS if dtype is torch.bfloat16 else None
     for steps, (entry, other) in enumerate(zip(logs, others, strict=True), 1):
         for name, value in entry.items():
             if isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
-                size = max(abs(entry.get(term, 0.0)) for term in _DIFFERENCE_OF.get(name, (name,)))
-                found = abs(share_of_allowed(other[name], value, steps=steps, size=size, dtype=dtype))
+                terms = max(abs(entry.get(f"logps/{of}", 0.0)) for of in ("chosen", "rejected"))
+                unit = {"steps": steps, "size": _DIFFERENCE_OF.get(name, 0.0) * terms, "dtype": dtype}
+                found = abs(share_of_allowed(other[name], value, **unit, places=places))
                 worst[name] = max(worst.get(name, 0.0), found)
     return worst
 
@@ -187,7 +189,7 @@ def beyond(expected, logs, *, only=(), besides=(), dtype=torch.float32, times=1.
         name: found for name, found in differences(expected, logs, dtype=dtype).items()
         if (name in only or not only) and name not in (*ROUNDED, *besides)
     }  # fmt: skip
-    record(f"run, {dtype}" if times == 1.0 else "run, control", max(worst.values()))
+    record(f"run of pairs, {dtype}" if times == 1.0 else "run, control", max(worst.values()))
     return {name: found for name, found in worst.items() if found > times}
 
 
