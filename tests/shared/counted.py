@@ -1,13 +1,17 @@
-"""Count the operations of small steps. `PYTHONPATH=tools:benchmarks python tests/shared/counted.py` writes
-counts.json."""
+"""Count the operations of small steps, and of a micro-batch on a GPU that is not there (`benchmarks/gpu/model.py`).
+`PYTHONPATH=tools:benchmarks python tests/shared/counted.py` writes counts.json."""
 
 import json
 import tempfile
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
+import tiny
 import torch
 import training
 from attention_speed import Heads, attend_with
+from gpu import model
 from operations import OperationCounter
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -18,32 +22,72 @@ BOUNDS = Path(__file__).parent / "counts.json"
 LENGTHS = (60, 1, 200, 33, 90, 128)
 STRATEGIES = ("step", "minibatch", "bfd")
 BACKENDS = ("sdpa", "reference")
+# Micro-batches of 8,192 tokens on a GPU.
+DEVICE = {
+    "lora": model.LORA,
+    "qlora, checkpointed": replace(model.LORA, four_bits=True, adapters="bfloat16", checkpointed=True),
+}
+LAYERS = "layers of a step"
+# Counts hold exactly with these versions.
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 class _OneStep(TrainerCallback):
     """Callback that counts the second optimizer step, from the log of the first step to its own log."""
 
-    def __init__(self):
-        self.counter = OperationCounter()
+    def __init__(self, trainer):
+        self.counter, self.flops_calls = OperationCounter(), 0
+        own = trainer.floating_point_ops
+        trainer.floating_point_ops = lambda inputs: self._note() or own(inputs)
+
+    def _note(self):
+        self.flops_calls += 1
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.global_step == 1:
             self.counter.__enter__()
+            self.flops_calls = 0
         if state.global_step == 2 and "loss" in logs:
             self.counter.__exit__(None, None, None)
 
 
-def count_step(**options):
+def count_step(layers=2, **options):
     """Count one optimizer step of a tiny LoRA Llama; without `packing_strategy` it is TRL's own, with a dense mask."""
+    return counted_step(layers, **options).counter.to_dict()
+
+
+def counted_step(layers, **options):
     with tempfile.TemporaryDirectory() as out:
         common = {"out": out, "max_steps": 2, "gradient_accumulation_steps": 2, **options}
         packs = "packing_strategy" in options
         args = training.arguments(PackedSFTConfig if packs else SFTConfig, **common)
-        trainer = training.packed_trainer(args, cls=PackedSFTTrainer if packs else SFTTrainer)
-        step = _OneStep()
+        cls = PackedSFTTrainer if packs else SFTTrainer
+        trainer = training.packed_trainer(args, model=tiny.model(layers=layers), cls=cls)
+        step = _OneStep(trainer)
         trainer.add_callback(step)
         trainer.train()
-    return step.counter.to_dict()
+    return step
+
+
+def count_layers():
+    """Count what each layer adds to an optimizer step of four padded micro-batches, and what is outside of layers."""
+    small, large = (counted_step(layers, packing_strategy="step", gradient_accumulation_steps=4) for layers in (2, 3))
+    by_layer = large.counter.calls - small.counter.calls
+    return {
+        "calls_per_layer": by_layer, "calls_outside": small.counter.calls - 2 * by_layer,
+        "host_syncs": small.counter.syncs, "floating_point_ops": small.flops_calls,
+    }  # fmt: skip
+
+
+def count_device(name):
+    """Count what each layer adds to a micro-batch on a GPU, and what is outside of layers."""
+    outside, each = model.by_layer(DEVICE[name])
+    return {
+        "operators_per_layer": each["operators"], "operators_outside": outside["operators"],
+        "calls_per_layer": each["calls"],
+        "host_syncs": outside["host_waits"], "host_syncs_per_layer": each["host_waits"],
+        "peak_bytes_per_layer": each["peak_bytes"], "peak_bytes_outside": outside["peak_bytes"],
+    }  # fmt: skip
 
 
 def count_attention(side):
@@ -59,7 +103,12 @@ def count_attention(side):
 
 def measure():
     steps = {f"step/{name}": count_step(**options(name)) for name in STRATEGIES}
-    return {**steps, **{f"attention/{name}": count_attention(name) for name in BACKENDS}}
+    attention = {f"attention/{name}": count_attention(name) for name in BACKENDS}
+    return {**steps, **attention, LAYERS: count_layers(), **{f"device/{name}": count_device(name) for name in DEVICE}}
+
+
+def versions():
+    return {name: version(name).split("+")[0] for name in PACKAGES}
 
 
 def options(strategy):
@@ -69,5 +118,5 @@ def options(strategy):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    BOUNDS.write_text(json.dumps({"torch": torch.__version__.split("+")[0], "cases": measure()}, indent=2) + "\n")
+    BOUNDS.write_text(json.dumps({"versions": versions(), "cases": measure()}, indent=2) + "\n")
     print(f"wrote {BOUNDS}")

@@ -96,6 +96,11 @@ def lies_on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of no subclass; a DTensor, for example, holds only a part of the data."""
+    return type(tensor.data) is torch.Tensor
+
+
 def takes(*tensors: torch.Tensor) -> bool:
     """Tell whether Liger's kernels accept these tensors together.
 
@@ -103,7 +108,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     """
     first = tensors[0]
     return first.dtype in DTYPES and all(
-        type(x.data) is torch.Tensor  # a DTensor holds only a part of the data
+        is_plain(x)
         and lies_on_cuda(x)
         and x.dtype == first.dtype
         and x.shape[-1] <= MOST_FEATURES

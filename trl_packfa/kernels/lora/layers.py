@@ -40,9 +40,13 @@ def chunks(*tensors: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ..
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
 def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the number of tokens of a chunk, for products in `dtype` whose temporaries have this many features."""
-    if device.type != "cpu":
+    if not _is_cpu(device):
         return _ON_GPU
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
 
@@ -55,7 +59,7 @@ def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a.T, b)
     else:
-        total += (a.T.contiguous() if a.device.type == "cpu" else a.T) @ b
+        total += (a.T.contiguous() if _is_cpu(a.device) else a.T) @ b
 
 
 class Layers:

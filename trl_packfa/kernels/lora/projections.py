@@ -15,6 +15,7 @@ from torch import nn
 from ...runtime.autocast import HALF, autocast_dtype, has_half_products
 from ...runtime.override import has_library_forward, runs_own_forward
 from ...runtime.zero3 import is_in_parts
+from ..liger import is_plain
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
@@ -121,7 +122,7 @@ def has_library_forwards(*modules: nn.Module) -> bool:
 def _why_not_tensor(weight: torch.Tensor) -> str | None:
     if is_in_parts(weight):
         return "weights in parts (DeepSpeed ZeRO-3)"
-    if type(weight.data) is not torch.Tensor:
+    if not is_plain(weight):
         return f"weights of type {type(weight.data).__name__}"
     known = (torch.float64, torch.float32, *HALF)
     return None if weight.dtype in known else f"weights in {weight.dtype}"
