@@ -69,6 +69,12 @@ def working_tree() -> int:
     return sum((ROOT / name).stat().st_size for name in names if name and (ROOT / name).is_file())
 
 
+def commit() -> str:
+    """Return the commit, marked if files differ from it: the copy on the GPU machine has no git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def make(folder: Path, *, python: str, cuda: str, also: Sequence[str] = ()) -> list[Path]:
     """Make the folder of the kit again and return its wheels.
 
@@ -80,6 +86,7 @@ def make(folder: Path, *, python: str, cuda: str, also: Sequence[str] = ()) -> l
     download(carried(also), folder, python=python)
     for wheel in folder.glob("bitsandbytes-*.whl"):
         keep_files(wheel, of_cuda(cuda))
+    (folder / "commit.txt").write_text(commit(), encoding="utf-8")
     wheels = sorted(folder.glob("*.whl"))
     sizes = {wheel.name: wheel.stat().st_size for wheel in wheels}
     total = sum(sizes.values()) + working_tree()
@@ -98,4 +105,4 @@ if __name__ == "__main__":
     parser.add_argument("--also", nargs="*", default=[], help="more packages, in pip's form")
     given = parser.parse_args()
     make(ROOT / ".gpu", python=given.python, cuda=given.cuda, also=given.also)
-    print("there, each in ten minutes: python benchmarks/gpu/run.py tests | kernels | train | paper | rest")
+    print("there, each in ten minutes: python benchmarks/gpu/run.py first | second | third")

@@ -9,20 +9,24 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import counted
 import oracle
 import pytest
 import torch
 from battery import graphs_after_each_batch, patched_model
-from gpu import parts, prepare, run, wanted
+from gpu import model, parts, prepare, run, wanted
 from pretended import pretend
 from tolerance import assert_low_precision, differs
+from torch._subclasses import FakeTensorMode
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
+from trl_packfa.bench import environment
+from trl_packfa.bench.arguments import read_arguments
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("tests", "types", "trainers", "kernels", "train", "paper", "rest")
+STAGES = ("first", "second", "third", "fourth")
 
 
 def wheel(folder, name, files):
@@ -96,16 +100,39 @@ def test_what_was_carried_is_unpacked_once(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def sides_of(step):
+    """Return the sides of a benchmark's command and their base."""
+    asked = read_arguments(step.command[step.command.index("bench") + 1 :])
+    return [side.name for side in asked.sides], asked
+
+
 def test_every_stage_has_its_time_and_its_files(tmp_path):
-    stages = run.stages(tmp_path, small=False)
+    """Each command ends within its limit by the expected seconds of its parts; the last stage takes three."""
+    stages = run.stages(run.Options(tmp_path))
     assert tuple(stages) == STAGES
     names = [step.name for steps in stages.values() for step in steps]
-    assert len(set(names)) == len(names)
-    assert {figure.step for figure in wanted.FIGURES} <= set(names)
+    assert len(set(names)) == len(names) and set(run.SECONDS) == set(names)
+    seconds = {stage: sum(sum(run.SECONDS[step.name].values()) for step in steps) for stage, steps in stages.items()}
+    assert all(seconds[stage] <= run.LIMIT for stage in STAGES[:3]) and seconds["fourth"] <= 3 * run.LIMIT
+    assert all(sum(parts.values()) <= run.LIMIT for parts in run.SECONDS.values())
+    assert {figure.step for figure in wanted.FIGURES} <= {step.name for stage in STAGES[:3] for step in stages[stage]}
     assert all(len(run.chosen(figure.step, stages)) == 1 for figure in wanted.FIGURES)
-    assert run.chosen("train", stages) == stages["train"] and not run.chosen("nothing", stages)
+    assert run.chosen("first", stages) == stages["first"] and not run.chosen("nothing", stages)
     readme = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
-    assert all(f"| `{stage}` |" in readme for stage in STAGES)
+    assert all(f"| `run.py {stage}` |" in readme for stage in STAGES)
+    assert all(f"| {number} |" in readme for number in seconds.values())
+
+
+def test_the_expected_seconds_are_those_of_the_sides(tmp_path):
+    """In the order of their value, and all of them are read by some figure or compared with one that is."""
+    steps = [step for steps in run.stages(run.Options(tmp_path)).values() for step in steps if "bench" in step.command]
+    for step in steps:
+        sides, asked = sides_of(step)
+        assert {"start", *sides} == set(run.SECONDS[step.name]), step.name
+        assert not asked.bench.trace and asked.bench.presets and (asked.bench.base in sides or len(sides) == 1)
+    assert sides_of(steps[0])[0][0] == "step", "the product's default comes first"
+    traced = run.stages(run.Options(tmp_path, trace=True))["first"][0]
+    assert sides_of(traced)[1].bench.trace
 
 
 def test_parts_are_timed_on_a_cpu(tmp_path):
@@ -119,8 +146,10 @@ def test_parts_are_timed_on_a_cpu(tmp_path):
 
 def test_a_step_that_does_not_end_is_ended(tmp_path, capsys):
     endless = run.Step("endless", ["-c", "import time; print('began', flush=True); time.sleep(600)"])
+    (tmp_path / "endless.json").write_text("of an earlier run")
     assert run.run_step(endless, tmp_path, run.environment(tmp_path), seconds=2) == 124
     assert "exit code 124" in capsys.readouterr().out and "began" in (tmp_path / "endless.log").read_text()
+    assert not (tmp_path / "endless.json").exists()
 
 
 def test_a_machine_without_flash_attn_gets_the_stand_in(tmp_path, monkeypatch):
@@ -146,26 +175,131 @@ def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
     failed = {**report, "sides": [sides[0], {"side": "step", "failed": "x"}]}
     (tmp_path / "paper_x2.json").write_text(json.dumps(failed))
     assert wanted.measured(figure, tmp_path).startswith("a side failed")
+    assert wanted.measured(wanted.FIGURES[2], tmp_path) == wanted.NOT_YET
     for trial in ({"environment": {"gpus": []}}, {"arguments": ["--model", "tiny"]}):
         (tmp_path / "paper_x2.json").write_text(json.dumps({**report, **trial}))
         assert wanted.measured(figure, tmp_path) == wanted.NOT_YET
 
 
+def test_a_run_that_was_cut_off_is_read(tmp_path):
+    """Its journal has the steps of sides that the report lacks; the last line may be half written."""
+    head = {"environment": {"gpus": ["NVIDIA H100"]}, "arguments": [], "peak_flops": 1e6, "peak_source": "x"}
+    lines = [{"side": name, "timed": number > 0, "tokens": tokens, "seconds": 2.0, "compiled": 0}
+             for name, tokens in (("trl-bfd@8192x1", 100), ("bfd@8192x1", 150), ("step", 140))
+             for number in range(2 if name == "step" else 5)]  # fmt: skip
+    journal = tmp_path / "llama3_8b.jsonl"
+    journal.write_text("\n".join(map(json.dumps, [head, *lines])) + '\n{"side": "st')
+    ratio = next(figure for figure in wanted.FIGURES if figure.wanted.startswith("1.55"))
+    assert wanted.measured(ratio, tmp_path).startswith("1.50 (trl-bfd@8192x1 with ?, bfd@8192x1 cut off after 4 steps")
+    assert "a side failed" in wanted.measured(wanted.FIGURES[2], tmp_path), "one timed step is no figure"
+    ended = {"side": "trl-bfd@8192x1", "tokens_per_second": 60.0, "attention": "flash_attention_2"}
+    whole = {**head, "model_flops_per_token": 4e3, "sides": [ended]}
+    (tmp_path / "llama3_8b.json").write_text(json.dumps(whole))
+    assert wanted.measured(ratio, tmp_path).startswith("1.25 (trl-bfd@8192x1 with flash_attention_2, bfd@8192x1 cut")
+    share = next(figure for figure in wanted.FIGURES if figure.what.startswith("MFU"))
+    assert wanted.measured(share, tmp_path) == "30.0% of x, NVIDIA H100"
+    journal.write_text("")
+    assert wanted.measured(ratio, tmp_path).startswith("a side failed")
+
+
 def test_every_figure_is_read_from_what_the_benchmark_writes():
-    names = ["padding", "trl-bfd@8192x1", "bfd@8192x1", "step", "bfd-compiled@8192x1", "step-compiled"]
     full = {
-        "tokens_per_second": 12_500.4, "mfu": 0.512, "attention": "flash", "recompiles": 0, "host_syncs_per_step": 3,
+        "tokens_per_second": 12_500.4, "mfu": 0.512, "attention": "flash", "recompiles": 0,
+        "host_syncs_per_micro_batch": 3.5,
     }  # fmt: skip
-    report = {"sides": [{"side": name, **full} for name in names], "peak_source": "data sheet of NVIDIA H100"}
-    found = [figure.read(report) for figure in wanted.FIGURES]
-    assert found[4] == "51.2% of data sheet of NVIDIA H100" and found[5] == found[6] == "12,500"
-    assert found[-2] == "bfd-compiled@8192x1 0, step-compiled 0" and not any("failed" in text for text in found)
+    sides = {name for parts in run.SECONDS.values() for name in parts}
+    report = {"sides": [{"side": name, **full} for name in sides], "peak_source": "data sheet of NVIDIA H100"}
+    found = {figure.wanted: figure.read(report) for figure in wanted.FIGURES}
+    assert found["45 %, predicted"] == "51.2% of data sheet of NVIDIA H100"
+    assert found["14,000, predicted"] == "12,500" and found["0"] == "bfd-compiled@8192x1 0"
+    assert found["TRL's or fewer"] == "trl-bfd@8192x1 3.5, bfd@8192x1 3.5, step 3.5"
+    assert not any("failed" in text for text in found.values())
+
+
+def test_results_of_another_machine_are_collected(tmp_path, capsys):
+    """Into the page's table, and as rows to copy into other pages."""
+    there, here, page = tmp_path / "there", tmp_path / "here", tmp_path / "README.md"
+    there.mkdir(), here.mkdir()
+    page.write_text(f"before\n{wanted.BEGIN}\nold\n<!-- end -->\nafter\n")
+    sides = [{"side": name, "tokens_per_second": rate, "attention": "flash"} for name, rate in
+             (("padding", 10.0), ("step", 30.0))]  # fmt: skip
+    report = {"environment": {"gpus": ["NVIDIA H100"]}, "arguments": [], "sides": sides}
+    (there / "paper_x2.json").write_text(json.dumps(report))
+    (there / "small_lengths.json").touch()
+    (there / "llama3_8b.log").write_text("x")
+    rows = run.collect(there, here, page)
+    assert {path.name for path in here.iterdir()} == {"paper_x2.json", "llama3_8b.log"}
+    assert "3.00 (padding with flash), NVIDIA H100" in rows and wanted.NOT_YET not in rows
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    assert "3.00 (padding with flash)" in text and wanted.NOT_YET in text
+    for argv in (["collect"], ["first", str(there)]):
+        with pytest.raises(SystemExit):
+            run.main(argv)
+    assert "collect takes a folder" in capsys.readouterr().err
+
+
+def test_a_copy_without_git_knows_its_commit(pip, tmp_path, monkeypatch):
+    """The kit carries it, and reports have it."""
+    prepare.make(tmp_path / ".gpu", python="3.12", cuda="130")
+    known = (tmp_path / ".gpu" / "commit.txt").read_text().strip()
+    assert len(known.removesuffix("-dirty")) >= 12
+    package = tmp_path / "trl_packfa" / "bench" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(package))
+    assert environment._commit() == known
+    (tmp_path / ".gpu" / "commit.txt").unlink()
+    assert environment._commit() is None
+
+
+def test_results_go_where_the_machine_takes_them_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "stages", lambda on: {"first": [run.Step("said", ["-c", "print('here')"])]})
+    monkeypatch.setattr(run, "unpack", lambda *args: None)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert run.main(["first"]) == 0 and (tmp_path / "said.log").read_text() == "here\n"
 
 
 def test_the_page_holds_the_table():
     page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
-    block = page.split("<!-- generated: benchmarks/gpu/wanted.py -->\n")[1].split("\n<!-- end -->")[0]
+    block = page.split(f"{wanted.BEGIN}\n")[1].split("\n<!-- end -->")[0]
     assert block == wanted.markdown()
+
+
+def test_the_predictions_are_those_of_this_code():
+    """The page's table is that of the rows, and they have the operators that `test_counts.py` holds."""
+    rows = json.loads(model.RESULTS.read_text())["rows"]
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    block = page.split("<!-- generated: python benchmarks/gpu/model.py --table -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == model.markdown(rows) and len(block.splitlines()) == len(model.CONFIGURATIONS) + 2
+    counts = json.loads(counted.BOUNDS.read_text())["cases"]["device/lora"]
+    (row,) = (row for row in rows if (row["configuration"], row["side"]) == ("8 B", "bfd"))
+    assert row["operators"] == 32 * counts["operators_per_layer"] + counts["operators_outside"]
+    assert row["host_waits"] == counts["host_syncs"]
+
+
+def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
+    """Half of the rate of either; a kernel that is one operator adds up what it moves, and temporaries are no peak."""
+    recorder = model.Recorder([4])
+    with FakeTensorMode():
+        a, b = torch.empty(8, 128), torch.empty(128, 128)
+        recorder.follow((a, b))
+        before = recorder.live
+        with recorder:
+            out = a @ b
+            one = recorder.as_one(lambda x: (x * 2 + 3).sum(), "one", lambda args, result: args)
+            one(out)
+            view = out.view(-1)
+    product, fused = recorder.counted.operators
+    assert (product.kind, product.flops, product.bytes) == (
+        "adapter product",
+        2 * 8 * 128 * 128,
+        4 * (1024 + 128**2 + 1024),
+    )
+    assert (fused.kind, fused.flops, fused.bytes) == ("fused", 0.0, 4 * 1024)
+    device = model.Device("x", products=product.flops / 3, bandwidth=product.bytes / 2, attention=(1.0, 1.0))
+    assert product.seconds(device) == 3.0 and fused.seconds(device) == 4096 * 2 / product.bytes
+    assert recorder.counted.peak_bytes == before + 4096 + 512
+    del out, view
+    assert recorder.live == before
 
 
 @pytest.fixture
