@@ -38,7 +38,7 @@ LIMIT = 1e-5
 Logs = Sequence[Mapping[str, float]]
 
 
-def compare(model: Any, build: Callable[[Any, str], Trainer], **options: bool) -> dict[str, float]:
+def compare(model: Any, build: Callable[[Any, str], Trainer], **options: Any) -> dict[str, float]:
     """Train copies of a model with and without padding; return the largest difference of each compared value.
 
     `build` makes the trainer of a model and a folder. A value above one is compared relatively. `saved` is the share
@@ -75,7 +75,7 @@ def _logs(trainer: Trainer) -> Logs:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def compare_head(model: Any, head: str, **options: bool) -> dict[str, float]:
+def compare_head(model: Any, head: str, **options: Any) -> dict[str, float]:
     """Train an encoder with a head, or, without one, as an embedding model; see [`compare`]."""
     disable_progress_bars()
     if head == EMBEDDINGS:
@@ -127,7 +127,7 @@ def _collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def _compare_embeddings(model: Any, **options: bool) -> dict[str, float]:
+def _compare_embeddings(model: Any, **options: Any) -> dict[str, float]:
     """Train a model without a head in sentence-transformers' trainer: mean pooling, in-batch negatives."""
     from sentence_transformers import (
         SentenceTransformer,
