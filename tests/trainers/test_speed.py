@@ -16,9 +16,9 @@ from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.errors import figure
 from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers.common import flops
+from trl_packfa.trainers.common import flops, packed_run, preflight
 from trl_packfa.trainers.common.flops import ModelFlops, experts_of_token, quadratic_weight
-from trl_packfa.trainers.sft import memory, throughput
+from trl_packfa.trainers.sft import epoch_plan, memory, throughput, trainer
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
 
@@ -194,7 +194,8 @@ def broken(*args, **kwargs):
 
 FIGURES = [
     (flops, "attention_heads"), (throughput, "matmul_flops"), (throughput, "known_peak"), (memory, "inner_model"),
-    (memory, "frozen_in_float32"),
+    (memory, "frozen_in_float32"), (epoch_plan, "plan_epoch"), (trainer, "describe"), (packed_run, "packing_section"),
+    (preflight, "_some"),
 ]  # fmt: skip
 
 
@@ -202,9 +203,10 @@ FIGURES = [
 def test_no_figure_ends_a_run(where, tmp_path, monkeypatch):
     monkeypatch.setattr(*where, broken)
     monkeypatch.setattr(memory, "memory_of", lambda device: 8 * 10**9)  # so that the memory is estimated
-    trainer = packed_trainer(arguments(out=tmp_path, gradient_checkpointing=True))
-    trainer.train()
-    assert len(logs_of(trainer)) == 3
+    packed = packed_trainer(arguments(out=tmp_path, gradient_checkpointing=True))
+    packed.train()
+    packed.create_model_card()
+    assert len(logs_of(packed)) == 3 and (tmp_path / "README.md").exists()
 
 
 def test_batches_of_another_kind_are_not_counted_and_train(tmp_path):

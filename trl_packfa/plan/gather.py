@@ -175,7 +175,7 @@ class _Tokenized(Exception):
 
 class _Tokenizing(SFTTrainer):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-        remarks = left_out_by_template(dataset, processing_class, self.chat_template)
+        remarks = left_out_by_template(dataset, processing_class, self.chat_template) or ()
         if args.expand_turns:
             expander = TurnExpander(self._tokenizer, chat_template=self.chat_template)  # type: ignore[arg-type]
             dataset = expander.expand(dataset, name="train", num_proc=args.dataset_num_proc)

@@ -95,8 +95,8 @@ def read_shape(args: PackedSFTConfig) -> ModelShape | None:
     """Return the shape of `args.model_name_or_path` with the adapter of the arguments, from the model's config alone.
 
     It is built on the meta device, without weights; `None` if its config does not say its sizes. Raise
-    [`InvalidConfig`] if there is no such model, or the adapter does not fit it, [`UnsupportedModel`] if its type cannot
-    be packed.
+    [`InvalidConfig`] if there is no such model, or the adapter does not fit it, [`UnsupportedModel`] if its type
+    cannot be packed.
     """
     name = args.model_name_or_path
     assert name is not None, "asked for a model"

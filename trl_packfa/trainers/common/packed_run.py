@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel
 
 from ...api import unpatch
-from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
+from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel, figure
 from ...exactness import ExactnessReport
 from ...packing import PackingReport
 from ...patching import inspect
@@ -259,10 +259,13 @@ class PackedRun(Base):
             path = Path(self.args.output_dir) / "README.md"
             base = inspect.model_config(self.model)._name_or_path
             text = name_base(path.read_text(encoding="utf-8"), base, run=path.parent.name)
-            if self._packs:
-                settings, said = self.args.card_settings, self._proof_as_text()
-                text = add_section(text, packing_section(settings, self.packing_reports, self.exactness, said=said))
-            path.write_text(text, encoding="utf-8")
+            section = self._card_section() if self._packs else None
+            path.write_text(add_section(text, section) if section else text, encoding="utf-8")
+
+    @figure("section on packing in the model card")
+    def _card_section(self) -> str:
+        settings, said = self.args.card_settings, self._proof_as_text()
+        return packing_section(settings, self.packing_reports, self.exactness, said=said)
 
     def _proof_as_text(self) -> str:
         """Return the card's sentence on the proof, for a run without a report."""

@@ -26,7 +26,7 @@ from transformers.utils import is_flash_attn_2_available
 from trl import is_conversational, maybe_convert_to_chatml
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ...errors import InvalidConfig, InvalidDataset, MissingPackage, PackingError
+from ...errors import InvalidConfig, InvalidDataset, MissingPackage, PackingError, figure
 from .config import CommonConfig
 from .dataset import AnyDataset
 from .hub import missing_path
@@ -199,6 +199,7 @@ def _with_template(tokenizer: Any, args: Any) -> Any:
 _LOOKED_AT, _LOOKED_AT_OF_STREAM = 200, 16
 
 
+@figure("word on what the chat template ignores")
 def left_out_by_template(
     dataset: Dataset | IterableDataset, processing_class: Any, chat_template: str | None = None
 ) -> list[str]:

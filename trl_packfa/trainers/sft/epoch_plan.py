@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...errors import figure
 from ...packing import MINIBATCH, PADDED, Strategy, document_cost
 from ..common.batching import FREE, Batching
 from .config import PackedSFTConfig
@@ -151,6 +152,7 @@ def _ratio(part: float, whole: float) -> float:
     return float(part / whole) if whole else 1.0
 
 
+@figure("plan of an epoch")
 def summarize_plan(
     args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
 ) -> dict[str, float]:

@@ -95,8 +95,8 @@ class SpeedMeter:
     def read(self, tokens: int) -> dict[str, float]:
         """Return `tokens_per_second` of all ranks and `mfu` since the last call; an empty dict if nothing was trained.
 
-        A model whose operations cannot be counted has no `mfu`. With shared prefixes, `prefixes_shared` is the share of
-        this rank's tokens that were not computed. The cost of attention is estimated from this rank's documents.
+        A model whose operations cannot be counted has no `mfu`. With shared prefixes, `prefixes_shared` is the share
+        of this rank's tokens that were not computed. The cost of attention is estimated from this rank's documents.
         """
         now, since, counted = time.perf_counter(), self._since, float(self._tokens)
         figures: dict[str, float] = {}

@@ -38,7 +38,7 @@ from transformers import (
 
 from ...api import patch
 from ...collator import ROW_LENGTHS, SOURCES
-from ...errors import InvalidConfig, PackingError
+from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
@@ -205,7 +205,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(_RunCallback(self))
-        logger.info("trl-packfa: patched\n%s", describe(model))
+        logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
 
     def _patch(self, *, unpad: bool) -> None:
         """Patch the model. If the user's own code gets padded rows, it computes no pads, where it can do without."""
@@ -258,7 +258,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
         refuse_short_rows(self.args, self._data.batching.micro_batch_tokens(lengths))
-        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut) or {}
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 
@@ -284,7 +284,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         dataset_name: str,
     ) -> AnyDataset:
         """Let TRL tokenize and label a dataset, then cut it ourselves to count every dropped token."""
-        for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
+        for sentence in left_out_by_template(dataset, processing_class, self.chat_template) or ():
             logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
         by_trl = super()._prepare_dataset
         options: Any = {"name": dataset_name, "tokenizer": processing_class, "chat_template": self.chat_template,
