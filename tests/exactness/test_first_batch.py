@@ -5,6 +5,7 @@ import tiny
 import torch
 from faults import wrap
 from selection import in_full
+from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
@@ -101,6 +102,22 @@ def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path
     trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=tiny.model(layers=2), peft_config=None)
     with pytest.raises(ContaminationError, match="the gradient of its weights"):
         trainer.train()
+
+
+@pytest.mark.parametrize("name", ["opt", *in_full("bart", "trocr")])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_the_head_of_a_model_that_calls_its_decoder_past_its_backbone_is_compared(name, factor, tmp_path, monkeypatch):
+    """The own forward of these calls `model.decoder`, the trained head `model`."""
+    own = TrainedHead._scores
+    scaled = lambda self, hidden, *rest: own(self, hidden * factor, *rest)  # noqa: E731
+    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=small_model(name), peft_config=None)
+    monkeypatch.setattr(TrainedHead, "_scores", scaled)  # after the head was chosen
+    if factor == 1.0:
+        report = trained(trainer).exactness
+        assert report.head is not None and report.head <= report.head_allowed
+    else:
+        with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
+            trainer.train()
 
 
 def test_a_batch_without_boundaries_or_without_labels_proves_nothing(tmp_path):

@@ -11,7 +11,7 @@ Shape letters: B rows, L row length, n tokens of a document, P trained positions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from ..errors import ContaminationError
 from ..layout import PackedLayout
@@ -117,10 +118,10 @@ def check_batch(
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
-        with _outputs_of(inner_model(model).base_model) as outputs:
+        with _outputs_of_models(model) as outputs:
             packed = trained_outputs(model, batch, called).log_probs
         part = batch if group is None else shard_batch(batch, group)
-        head = _check_head(model, part, outputs[0]) if outputs else None
+        head = _check_head(model, part, outputs)
         # TRL's log-probabilities `(B, L - 1)` begin with the second token. One column is added in front, so that place
         # i is token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
@@ -188,17 +189,17 @@ def _worst(
     return max(proofs, key=lambda proof: proof.difference / proof.allowed)
 
 
-def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
+def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.Module, Any]) -> HeadProof | None:
     """Compare the head that trains with the model's own logits.
 
     It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module. The
-    model must accept `fused_lm_head=True`. `outputs` are the backbone's for this packed batch.
+    model must accept `fused_lm_head=True`. `outputs` are those of the transformers models in it, for this batch.
     """
     if isinstance(model, DistributedDataParallel) or is_engine(model):
         # Their forward prepares for one backward over all parameters, which is that of the training step.
         model = cast(nn.Module, model.module)
     inner = inner_model(model)
-    scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
+    scorer, states = Scorer(model), getattr(outputs.get(inner.base_model), "last_hidden_state", None)
     weights = [] if scorer.head is None else list(scorer.head.parameters())
     if inner.base_model is inner or states is None or not weights:
         return None
@@ -214,12 +215,8 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
         return None
     leaf = states.detach().requires_grad_(True)
     params = [leaf, *(weight for weight in weights if weight.requires_grad)]
-
-    def given(*args: Any, **kwargs: Any) -> Any:
-        return type(outputs)(**{**outputs, "last_hidden_state": leaf})
-
     assert scorer.head is not None
-    with torch.enable_grad(), set_inside(inner.base_model, forward=given), _outputs_of(scorer.head) as outcome:
+    with torch.enable_grad(), _returning(leaf, states, outputs), _outputs_of(scorer.head) as outcome:
         found = trained_outputs(model, batch, model)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
@@ -251,6 +248,38 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Hea
     # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
     allowed = GRADIENT_FLOORS[rounding_dtype(model, outcome[-1].dtype)]
     return HeadProof(differences[what], allowed, what, len(trained))
+
+
+@contextmanager
+def _returning(leaf: torch.Tensor, states: torch.Tensor, outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Let every model inside whose last states were `states` return `leaf` in a `with` block.
+
+    The trained head calls the backbone. The own forward of some causal LMs (BART, OPT) calls the decoder in it.
+    """
+
+    def forward(output: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: type(output)(**{**output, "last_hidden_state": leaf})
+
+    with ExitStack() as stack:
+        for module, output in outputs.items():
+            if getattr(output, "last_hidden_state", None) is states:
+                stack.enter_context(set_inside(module, forward=forward(output)))
+        yield
+
+
+@contextmanager
+def _outputs_of_models(model: nn.Module) -> Iterator[dict[nn.Module, Any]]:
+    """Keep the last output of each transformers model inside `model` in a `with` block."""
+    outputs: dict[nn.Module, Any] = {}
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[module] = output
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                stack.enter_context(module.register_forward_hook(keep))
+        yield outputs
 
 
 @contextmanager
