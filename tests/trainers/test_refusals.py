@@ -10,8 +10,9 @@ from peft import LoraConfig, PromptTuningConfig
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory
-from training import FORMATS, arguments, dataset, logs_of, losses, packed_trainer, trained
+from training import FORMATS, arguments, dataset, logs_of, losses, packed_trainer, padded_trainer, trained
 from transformers import DataCollatorWithFlattening, default_data_collator
+from trl import SFTConfig
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
 from trl_packfa.layout.call_context import find_layout
@@ -159,6 +160,20 @@ def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
     assert_trajectory(losses(packed), losses(plain))
     metrics = [[entry["mean_token_accuracy"] for entry in logs_of(trainer)] for trainer in (packed, plain)]
     assert metrics[0] == metrics[1]
+
+
+def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, caplog):
+    """Dory multiplies each logit with a learned scale, at first 1, where TRL's fused head gives the same loss."""
+    packed = packed_trainer(arguments(out=tmp_path, **FULL), model=small_model("dory"), peft_config=None)
+    assert "it does not train the head's logit_scale" in caplog.text
+    before = packed.model.lm_head.logit_scale.detach().clone()
+    packed.train()
+    assert not torch.equal(packed.model.lm_head.logit_scale, before)
+    assert packed.exactness.head <= packed.exactness.head_allowed
+    stock = padded_trainer(arguments(SFTConfig, tmp_path), model=small_model("dory"), peft_config=None)
+    before = stock.model.lm_head.logit_scale.detach().clone()
+    stock.train()
+    assert torch.equal(stock.model.lm_head.logit_scale, before), "the control: TRL's head leaves it out"
 
 
 def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):

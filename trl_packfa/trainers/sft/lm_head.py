@@ -41,13 +41,16 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The choices, in order: a head
     that scores trained positions only (not on CUDA and XPU, where TRL's Triton kernel does); a head with two products
     instead of three (only there, for a frozen head); TRL's fused head, for which `None` is returned; the model's own
-    logits. A model that itself does not run with its dtypes and autocast's is refused.
+    logits, also for a head with more parameters to train than weight and bias (Dory's scale of each word), which at
+    first may change nothing. A model that itself does not run with its dtypes and autocast's is refused.
     """
     inner: Any = inner_model(model)
     by_trl = inner.forward
     whole = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
     autocasts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
     allowed = _ALLOWED if whole and not autocasts else _ALLOWED_HALF
+    if unread := _unread(model):
+        return _own_head(inner, by_trl, f"it does not train the head's {' and '.join(unread)}")
     kind = _cheapest(model)
     if kind is not None:
         inner.forward = head = kind(inner, by_trl)
@@ -62,8 +65,21 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
         return None
     if difference is None:
         _require_runnable(model, seed)
-    inner.forward = own = OwnHead(inner, by_trl)
     why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
+    return _own_head(inner, by_trl, why)
+
+
+def _unread(model: Any) -> list[str]:
+    """Return the names of the head's trained parameters that a product with its weight and bias leaves out."""
+    head = model.get_output_embeddings()
+    named = () if head is None else head.named_parameters()
+    names = {name.rpartition(".")[2] for name, parameter in named if parameter.requires_grad}
+    return sorted(names - {"weight", "bias"})
+
+
+def _own_head(inner: Any, by_trl: Any, why: str) -> OwnHead:
+    """Give a model the head of its own logits, and say why TRL's is not used."""
+    inner.forward = own = OwnHead(inner, by_trl)
     logger.warning(
         "trl-packfa: TRL's fused LM head does not compute the loss of %s (%s): "
         "the model's own logits are used, which takes more memory.", type(inner).__name__, why,
