@@ -30,6 +30,8 @@ RESULTS = Path(__file__).with_name("models.json")
 COMPOSITES = Path(__file__).with_name("composites.json")
 # Of encoders by head, made by `tools/encoder_matrix.py`.
 ENCODERS = Path(__file__).with_name("encoders.json")
+# Of runs of the causal LM types through the trainer, made by `tools/training_matrix.py`.
+TRAINING = Path(__file__).with_name("training.json")
 
 
 @cache
@@ -51,6 +53,11 @@ def composites() -> dict[str, Any]:
 def encoders() -> dict[str, Any]:
     """Return the committed results of encoders: `versions`, and `types` by model type and head."""
     return read_committed(ENCODERS)
+
+
+def training() -> dict[str, Any]:
+    """Return the committed results of training: `versions`, and `types` by model type and by what trains."""
+    return read_committed(TRAINING)
 
 
 def measured_transformers() -> tuple[str, ...]:

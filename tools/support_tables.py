@@ -1,6 +1,6 @@
 """Print a table of the documentation from the measured results, as Markdown.
 
-    python tools/support_tables.py models | images | encoders | adapters
+    python tools/support_tables.py models | training | images | encoders | adapters
 
 The pages hold its output between comments with the command; tests compare both.
 """
@@ -16,7 +16,7 @@ from trainer_runs import COMPARED, trains_as_padded
 from trl_packfa.adapters import table
 from trl_packfa.adapters.table import EXACT
 from trl_packfa.cli.models import HEADS, number
-from trl_packfa.patches.measured import composites, encoders, results
+from trl_packfa.patches.measured import composites, encoders, results, training
 
 Results = Mapping[str, Mapping[str, Any]]
 Answer = TypeVar("Answer", str, tuple[str, str])
@@ -30,6 +30,45 @@ def model_table(types: Results) -> str:
         lines.append(f"| {level} | {len(names)} | {what} | {_names(names)} |")
     refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
     return "\n".join([*lines, "", *_refused(f"refused ({len(refused)})", refused)])
+
+
+def training_table(types: Mapping[str, Results]) -> str:
+    """Return what training the causal-LM types has shown, and the table of those that train otherwise than TRL's."""
+    runs = [(name, way, result) for name, ways in types.items() for way, result in ways.items()]
+    same = [result for _, _, result in runs if result["verdict"] == "same"]
+    loss, norm = (number(max(result[key] for result in same)) for key in ("loss", "grad_norm"))
+    answers: dict[str, dict[str, list[str]]] = {}
+    for name, way, result in runs:
+        if (what := _trained(result)) is not None:
+            answers.setdefault(what, {}).setdefault(name, []).append(way)
+    rows = [f"| {', '.join(_with_ways(*item) for item in of.items())} | {what} |" for what, of in answers.items()]
+    return "\n".join([
+        f"{len(types)} types were trained for two steps with `PackedSFTTrainer`, in full and with its adapter, "
+        f"beside TRL's `SFTTrainer` on padded batches (`python tools/training_matrix.py`). {len(same)} of the "
+        f"{len(runs)} runs are the same: losses are off by {loss} at most, norms of the gradients by {norm}.",
+        "",
+        *(["| type | what is special |", "|---|---|", *rows] if rows else []),
+    ])  # fmt: skip
+
+
+def _with_ways(name: str, ways: Sequence[str]) -> str:
+    return f"`{name}`" if len(ways) > 1 else f"`{name}` ({ways[0]})"
+
+
+def _trained(result: Mapping[str, Any]) -> str | None:
+    """Return what is special in a run of training, `None` if nothing is."""
+    if result["verdict"] == "same":
+        special = [_BESIDE[what] for what in result["beside"][1:]]
+        return f"TRL's loss is not the model's: {'; '.join(special)}" if special else None
+    if result["verdict"] == "not trained by TRL":
+        return f"TRL's trainer raises (`{result['why'].split('. ')[0][:80]}`); ours {result['packed']}"
+    return f"{result['verdict']}: {result.get('why', '')}".rstrip(": ")
+
+
+_BESIDE = {
+    "on the model's own logits": "its fused head leaves something out, so ours uses the model's own logits",
+    "without the first labels": "it divides by the labels of first tokens, too, which nothing predicts",
+}
 
 
 def _refused(title: str, reasons: Mapping[str, str]) -> list[str]:
@@ -198,6 +237,7 @@ def adapter_table(kinds: Results) -> str:
 
 TABLES = {
     "models": lambda: model_table(results()),
+    "training": lambda: training_table(training()["types"]),
     "images": lambda: composite_table(composites()["types"]),
     "encoders": lambda: encoder_table(encoders()["types"]),
     "adapters": lambda: adapter_table(table.results()),

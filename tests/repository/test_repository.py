@@ -15,7 +15,7 @@ import tolerance
 import tomllib
 import torch
 import yaml
-from support_tables import adapter_table, composite_table, encoder_table, model_table, on_page
+from support_tables import adapter_table, composite_table, encoder_table, model_table, on_page, training_table
 from tiny_models import all_types
 from tiny_models.encoders import encoder_types
 
@@ -23,7 +23,7 @@ import trl_packfa
 from trl_packfa.attention import BACKENDS
 from trl_packfa.cli.train import kind_of
 from trl_packfa.patches import PATCHES
-from trl_packfa.patches.measured import composites, encoders, results
+from trl_packfa.patches.measured import composites, encoders, results, training
 from trl_packfa.trainers.sft.script import train_parser
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +219,12 @@ def test_a_page_holds_the_generated_table_of_models():
     assert f"Of the {len(results())} causal-LM types" in README
     assert f"exact on {len(exact)}. Without our patch it is exact on 115." in " ".join(README.split())
     assert len(exact) >= 188 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
+
+
+def test_a_page_holds_what_training_every_type_has_shown():
+    types = training()["types"]
+    assert on_page("training", (ROOT / "docs" / "models.md").read_text()) == training_table(types)
+    assert {of["verdict"] for ways in types.values() for of in ways.values()} <= {"same", "not trained by TRL"}
 
 
 def test_a_page_holds_the_generated_table_of_types_with_images():
