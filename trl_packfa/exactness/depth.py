@@ -1,7 +1,8 @@
 """Choose the layers that run in measurements of many arrangements.
 
 Code and settings of a layer decide whether it keeps documents apart, and a model repeats few kinds of layers. So on a
-CPU a large model runs one layer of each kind there, and the others return their input.
+CPU a large model, or one whose mixers run document by document (loops over tokens, without kernels), runs one layer of
+each kind there, and the others return their input.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def layers_to_skip(subject: Subject, run: Callable[[], object]) -> dict[str, tup
     model, layers = subject.model, subject.parts.layers
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())
-    if not on_cpu or size <= CHEAP or is_partitioned(model):
+    if not on_cpu or (size <= CHEAP and not subject.state.parts.mixers) or is_partitioned(model):
         return {}
     kinds, first = _kinds(layers, subject.state), set()
     repeated = {name for name, kind in kinds.items() if kind in first or first.add(kind)}
