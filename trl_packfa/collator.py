@@ -126,7 +126,9 @@ class DataCollatorForPacking:
             batch[SOURCES] = tuple(source for source, row in zip(sources, parts, strict=True) for _ in row)
         if any(LOSSES in example for example in examples):
             # Documents truncated, split, dropped, and tokens lost: [(1, 0, 0, 5), (0, 0, 1, 9)] sum to (1, 0, 1, 14).
-            batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
+            # Of an example that was cut into parts the first has the counts.
+            counts = (example[LOSSES] for example in examples if LOSSES in example)
+            batch[LOSSES] = tuple(map(sum, zip(*counts, strict=True)))
         return batch
 
 

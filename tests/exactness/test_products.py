@@ -1,5 +1,7 @@
 """Half-precision products of a proof on a CPU that emulates them: computed in float32 and rounded once."""
 
+import threading
+
 import pytest
 import torch
 
@@ -92,3 +94,15 @@ def test_small_models_and_float32_run_as_they_are(layer, monkeypatch):
     assert not isinstance(products.fast_half_products(layer.float()), products._InFloat32)
     monkeypatch.setattr(products, "CHEAP", 10**6)
     assert not isinstance(products.fast_half_products(layer.bfloat16()), products._InFloat32)
+
+
+def test_products_of_another_thread_are_those_without_the_check(layer):
+    x, found = torch.randn(5, 16).bfloat16(), []
+    with torch.no_grad():
+        expected = layer(x)
+        with products.fast_half_products(layer) as kernels:
+            other = threading.Thread(target=lambda: found.append(layer(x)))
+            other.start()
+            other.join()
+            assert not kernels._wide and not kernels._recent
+    assert torch.equal(found[0], expected)

@@ -189,3 +189,9 @@ def test_two_way_attention_is_refused_and_nothing_is_changed():
     with pytest.raises(UnsupportedModel, match="attends in both directions"):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layout_of_other_rows_keeps_what_it_says_of_padding_and_direction():
+    layout = PackedLayout.from_lengths([3, 1, 2, 2], padding=2)  # two rows of four tokens
+    found = layout_of({"input_ids": torch.ones((2, 4), dtype=torch.long), "packed_layout": layout})
+    assert found.rows == 2 and found.padding == 2 and found.true_lengths == (3, 1, 2)

@@ -88,3 +88,10 @@ def test_repeated_offsets_pad_cu_seqlens():
 def test_bad_layouts_are_refused(build, message):
     with pytest.raises(InvalidLayout, match=message):
         build()
+
+
+def test_true_lengths_leave_out_padding_of_several_documents():
+    from_lengths = PackedLayout.from_lengths
+    assert from_lengths([3, 2, 1, 4], padding=5).true_lengths == (3, 2)
+    assert from_lengths([3, 2, 1], padding=6).true_lengths == ()  # an example of three parts that runs idle
+    assert from_lengths([3, 2]).true_lengths == (3, 2)

@@ -49,3 +49,9 @@ def test_losses_of_a_stream_are_summed():
 def test_examples_that_do_not_add_up_are_refused(examples, message):
     with pytest.raises(InvalidLayout, match=message):
         DataCollatorForPacking()(examples)
+
+
+def test_losses_of_a_stream_are_summed_also_beside_a_later_part_of_a_cut_example():
+    part = {"input_ids": [1, 2], "labels": [1, 2]}
+    batch = DataCollatorForPacking()([part, {**part, LOSSES: [1, 0, 0, 5]}])
+    assert batch[LOSSES] == (1, 0, 0, 5)

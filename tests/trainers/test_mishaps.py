@@ -5,6 +5,8 @@ import os
 import resource
 import signal
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import TrainerCallback
 from trl_trainers import build_packed
 
 from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
+from trl_packfa.trainers.common import parallelism
 from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
 from trl_packfa.trainers.common.packed_run import LOCK, only_run_in
 from trl_packfa.trainers.sft.throughput import LossWatch
@@ -138,6 +141,28 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path):
     trainer.train()  # the killed one has left no lock
     assert (tmp_path / "checkpoint-4").exists()
     assert not (tmp_path / LOCK).exists(), "a run that ends takes it away"
+    with only_run_in(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+def test_lock_that_one_rank_misses_is_refused_on_every_rank_and_released(tmp_path, monkeypatch):
+    ranks, refused = SimpleNamespace(num_processes=2), (InvalidConfig, "another run is training into it")
+    monkeypatch.setattr(parallelism, "gather_object", lambda mine: [*mine, refused])  # the other rank's answer
+    for folder in (tmp_path, None):  # a rank that saves, and one that does not
+        with pytest.raises(InvalidConfig, match="rank 1 of 2: another run is training"), only_run_in(folder, ranks):
+            raise AssertionError("entered")
+    assert not (tmp_path / LOCK).exists()
+    monkeypatch.setattr(parallelism, "gather_object", lambda mine: [*mine, None])
+    with only_run_in(tmp_path, ranks), pytest.raises(InvalidConfig), only_run_in(tmp_path):
+        raise AssertionError("locked twice")
+
+
+def test_lock_is_released_where_an_open_file_cannot_be_deleted(tmp_path, monkeypatch):
+    def is_open(self, **options):
+        raise PermissionError(13, "The process cannot access the file because it is being used", str(self))
+
+    with monkeypatch.context() as windows, only_run_in(tmp_path):
+        windows.setattr(Path, "unlink", is_open)
     with only_run_in(tmp_path):
         assert (tmp_path / LOCK).exists()
 

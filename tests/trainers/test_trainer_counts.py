@@ -5,6 +5,7 @@ import logging
 from itertools import chain
 
 import pytest
+import tiny
 from selection import in_full
 from tolerance import assert_trajectory
 from training import arguments, batches_of, dataset, logs_of, packed_trainer, trained
@@ -118,3 +119,34 @@ def test_losses_of_a_stream_are_logged(tmp_path):
     args = arguments(out=tmp_path, max_length=20, max_steps=2)
     trainer = trained(packed_trainer(args, train_dataset=dataset().to_iterable_dataset()))
     assert sum(entry.get("tokens_lost", 0) for entry in trainer.state.log_history) > 0
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_losses_of_a_stream_are_summed_over_the_steps_of_a_log(tmp_path, strategy):
+    whole = packed_trainer(arguments(out=tmp_path, max_length=None)).train_dataset["input_ids"]
+    lengths = [len(ids) for ids in whole]  # the stream is cut as a whole, and counted with its first document
+    expected = {"truncated": sum(n > 20 for n in lengths), "tokens_lost": sum(max(n - 20, 0) for n in lengths)}
+    for every in (1, 4):
+        args = arguments(
+            out=tmp_path, max_length=20, max_steps=4, logging_steps=every, packing_strategy=strategy,
+            completion_only_loss=False,
+        )  # fmt: skip
+        logs = trained(packed_trainer(args, train_dataset=dataset().to_iterable_dataset())).state.log_history
+        assert {name: sum(entry.get(name, 0) for entry in logs) for name in expected} == expected
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_tokens_seen_are_those_of_the_padded_run_whatever_the_pad(tmp_path, strategy, pad_is_eos):
+    def seen(trainer):
+        trainer.train()
+        return trainer.state.num_input_tokens_seen
+
+    tokenizer = tiny.tokenizer()
+    if pad_is_eos:
+        tokenizer.pad_token = tokenizer.eos_token
+    options = {"out": tmp_path, "include_num_input_tokens_seen": "non_padding", "max_steps": 2}
+    padded = packed_trainer(arguments(**options, packing=False), processing_class=tokenizer)
+    options |= {"packing_strategy": strategy, "pad_to_multiple_of": 8}
+    packed = packed_trainer(arguments(**options), processing_class=tokenizer)
+    assert seen(padded) == seen(packed) > 0

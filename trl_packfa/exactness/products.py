@@ -7,6 +7,7 @@ These products treat every token by itself. All other code runs as in training.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -64,9 +65,10 @@ class _InFloat32:
         # Holds each product until it is rounded. New memory for an LM head's gradient costs more than the product.
         self._result = torch.empty(0)
         self._kernels: torch.library.Library | None = None
+        self._thread = 0
 
     def __enter__(self) -> _InFloat32:
-        self._kernels = torch.library.Library("aten", "IMPL", "CPU")
+        self._kernels, self._thread = torch.library.Library("aten", "IMPL", "CPU"), threading.get_ident()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
             for name, product in _PRODUCTS.items():
@@ -85,7 +87,8 @@ class _InFloat32:
         shape = (*left.shape[:-1], right.shape[-1])
         dtype = right.dtype
         # Without tokens, do not convert the LM head.
-        if dtype not in HALF or has_half_products(dtype, "cpu") or not left.numel():
+        elsewhere = threading.get_ident() != self._thread  # another thread may train meanwhile: as without the check
+        if elsewhere or dtype not in HALF or has_half_products(dtype, "cpu") or not left.numel():
             return product(*operands, **factors, out=right.new_empty(shape))
         wide = [self._widened(operand) for operand in operands]
         size = math.prod(shape)

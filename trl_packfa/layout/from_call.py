@@ -25,6 +25,7 @@ Shape letters: B rows, L row length.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
             do="Send boundaries of the same batch.",
         )
     # FlashAttention's offsets do not tell the rows. The new layout refuses documents that cross the end of a row.
-    return layout if layout.rows == shape[0] else PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
+    return layout if layout.rows == shape[0] else replace(layout, rows=shape[0], memo={})
 
 
 def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLayout | None:

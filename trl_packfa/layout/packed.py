@@ -234,7 +234,9 @@ class PackedLayout:
     @property
     def true_lengths(self) -> tuple[int, ...]:
         """Lengths of the documents, without padding."""
-        return self.lengths[:-1] if self.padding else self.lengths
+        # Padding may be several documents: of an example with parts that runs idle, or of a row that processes share.
+        ends, true = itertools.accumulate(self.lengths), self.num_tokens - self.padding
+        return tuple(length for length, end in zip(self.lengths, ends, strict=True) if end <= true)
 
     @property
     def row_length(self) -> int:

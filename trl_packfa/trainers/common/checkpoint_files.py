@@ -49,6 +49,11 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
             metrics[name].append(count)
 
 
+def take_losses(metrics: dict[str, list[float]]) -> dict[str, float]:
+    """Take the counts of lost documents and tokens out of TRL's metrics, which it logs as means; return their sums."""
+    return {name: sum(metrics.pop(name, ())) for name in _LOST}
+
+
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
     """Find the newest whole `checkpoint-*` of a folder, with a warning for skipped ones; `None` if there is none."""
     steps = {path.name.removeprefix("checkpoint-"): path for path in Path(folder or ".").glob("checkpoint-*")}

@@ -7,12 +7,13 @@ and writes whole checkpoints, reports and model cards. On images, errors name th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
 from peft import PeftModel
@@ -41,9 +42,9 @@ from .checkpoint_files import (
 from .collating import CountedBatch
 from .image_rows import NamingCollator, NumberedRows, look_at_images
 from .model_loading import named
-from .parallelism import from_main_rank
+from .parallelism import agree, from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
-from .step_cutting import Documents, Slot, keep_padded
+from .step_cutting import Documents, Slot, count_true_tokens, keep_padded
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -166,6 +167,12 @@ class PackedRun(Base):
         slot = self._cutter.cut(batches, self.data_collator)
         return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count a batch as the Trainer does. Without a mask the Trainer would tell pads by their id."""
+        if self.args.include_num_input_tokens_seen == "non_padding" and "input_ids" in inputs:
+            inputs = {**inputs, "attention_mask": torch.tensor(count_true_tokens(inputs))}
+        super()._track_num_input_tokens(inputs)
+
     def name_rows(self, *, own_collator: bool) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
@@ -200,7 +207,7 @@ class PackedRun(Base):
         self._settle_late()
         self._resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
         saves = self.args.should_save and self.args.save_strategy != "no"  # otherwise no file can be damaged
-        with self._before_training(), only_run_in(self.args.output_dir) if saves else nullcontext():
+        with self._before_training(), only_run_in(self.args.output_dir if saves else None, self.accelerator):
             return super().train(self._resumed_from, *args, **kwargs)
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
@@ -208,15 +215,18 @@ class PackedRun(Base):
         checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, self.args.output_dir))
         if checkpoint is None:
             return None
-        logger.info("trl-packfa: %s", resuming_message(checkpoint))
-        if self.is_world_process_zero():
-            tell_left_out(checkpoint)
-        progress = read_progress(checkpoint)
-        if self.is_world_process_zero():
-            tell_changed(progress.get("settings", {}), self.args)
-        require_same_adapter(progress, self.model)
-        if self._packs and not self.args.ignore_data_skip:
-            require_same_run(progress, self._identity)
+        message = from_main_rank(self.accelerator, lambda: resuming_message(checkpoint))
+        logger.info("trl-packfa: %s", message)
+        from_main_rank(self.accelerator, lambda: tell_left_out(checkpoint))
+        progress = from_main_rank(self.accelerator, lambda: read_progress(checkpoint))
+        from_main_rank(self.accelerator, lambda: tell_changed(progress.get("settings", {}), self.args))
+
+        def require_same() -> None:
+            require_same_adapter(progress, self.model)
+            if self._packs and not self.args.ignore_data_skip:
+                require_same_run(progress, self._identity)
+
+        agree(self.accelerator, require_same)  # the documents of one rank may be others
         # Otherwise TRL would count from 0 again.
         self._total_train_tokens = progress.get("num_tokens", 0)
         return checkpoint
@@ -282,12 +292,38 @@ class PackedRun(Base):
 
 
 @contextmanager
-def only_run_in(folder: str | Path) -> Iterator[None]:
-    """Lock a folder inside a `with` block, so that no other process trains into it."""
+def only_run_in(folder: str | Path | None, accelerator: Accelerator | None = None) -> Iterator[None]:
+    """Lock a folder inside a `with` block, so that no other process trains into it; `None` locks nothing.
+
+    Every rank calls this, and all raise if one of them finds its folder locked: the others would wait for it.
+    """
+    lock: FileLock | None = None
+
+    def acquire() -> None:
+        nonlocal lock
+        lock = None if folder is None else _locked(folder)
+
+    try:
+        if accelerator is None:
+            acquire()
+        else:
+            agree(accelerator, acquire)
+        yield
+    finally:
+        if lock is not None:
+            # Before the release, so that no other process holds it yet. Windows deletes no open file: there the
+            # release does.
+            with suppress(OSError):
+                Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
+
+
+def _locked(folder: str | Path) -> FileLock:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock = FileLock(Path(folder) / LOCK, timeout=0)
         lock.acquire()
+        return lock
     except Timeout as error:
         raise InvalidConfig(
             f"another run is training into {folder}.",
@@ -299,11 +335,6 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
             f"output_dir {folder} cannot be written to: {error.strerror or error}.",
             do="Name a folder that can be written to, or pass save_strategy='no'.",
         ) from error
-    try:
-        yield
-    finally:
-        (Path(folder) / LOCK).unlink(missing_ok=True)  # before the release, so that no other process holds it yet
-        lock.release()
 
 
 _HEADING = "## Packing\n"

@@ -21,6 +21,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 
+from ...collator import LOSSES
 from ...errors import InvalidConfig
 from ...layout import PackedLayout
 from ...layout.from_call import layout_of
@@ -63,6 +64,18 @@ class Slot(dict):
         ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
         self.micro_batches, self.imbalance, self.untrained = list(micro_batches), imbalance, untrained
+
+
+def count_true_tokens(inputs: Mapping[str, Any]) -> int:
+    """Count the true tokens of a batch or a slot, by its layout or its mask: a pad may have the id of a true token."""
+    if isinstance(inputs, Slot):
+        return sum(map(count_true_tokens, inputs.micro_batches))
+    layout, mask, labels = (inputs.get(name) for name in ("packed_layout", "attention_mask", "labels"))
+    if layout is not None:
+        return sum(layout.true_lengths)
+    if labels is not None and not (labels != -100).any():  # run only to take part in collectives
+        return 0
+    return inputs["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 class Cutter:
@@ -133,6 +146,7 @@ class StepCutter(Cutter):
         # If other ranks have one micro-batch more, this rank runs an untrained one, to take part in their collectives.
         shortest = examples[int(lengths.argmin())]
         idle = {**shortest, "labels": [-100] * len(shortest["input_ids"])}
+        idle.pop(LOSSES, None)  # counted where the example is trained
         sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
         micro_batches = []
         for part, origins in zip(dealt[rank], origins_of_steps(dealt, sizes, groups, rank=rank), strict=True):

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from ...collator import LOSSES
 from ...errors import InvalidDataset
 from ...packing import pack_buffer
 from ..common.batching import Batching
@@ -193,7 +194,10 @@ def _cut_at(document: Document, tokens: int) -> tuple[Document, Document]:
     head, tail = (
         {column: document[column][part] for column in columns} for part in (slice(tokens), slice(tokens, None))
     )
-    return {**document, **head}, {**document, **tail}
+    rest = {**document, **tail}
+    if LOSSES in document:  # the head counts what the document has lost
+        rest[LOSSES] = [0] * len(document[LOSSES])
+    return {**document, **head}, rest
 
 
 def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> DataLoader:

@@ -46,7 +46,7 @@ from ...patching.apply import unpadding_of
 from ...patching.describe import describe
 from ...runtime.override import set_inside
 from ..common.batching import KEPT
-from ..common.checkpoint_files import count_batch
+from ..common.checkpoint_files import count_batch, take_losses
 from ..common.dataset import read_lengths, take_apart, without_our_columns
 from ..common.flops import quadratic_weight
 from ..common.model_loading import (
@@ -451,7 +451,19 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if "loss" in logs:  # a training log: the host has already waited for the loss
             self._loss_watch.require_finite(self._tokenizer)
             logs.update(self._speed.read(self._total_train_tokens))
+        logs.update(self._lost(is_step="loss" in logs))
         super().log(logs, start_time)
+
+    def _lost(self, *, is_step: bool) -> dict[str, float]:
+        """Return what a stream has lost since the last log: documents and tokens, of all ranks after a step."""
+        mode, dataset = ("train", self.train_dataset) if self.model.training else ("eval", None)
+        lost = take_losses(self._metrics[mode])
+        if is_step and self.accelerator.num_processes > 1 and isinstance(dataset, IterableDataset):
+            counts = torch.tensor([*lost.values()], device=self.accelerator.device, dtype=torch.int64)
+            sums: Any = self.accelerator.reduce(counts, "sum")
+            lost = dict(zip(lost, (sums // self.args.sequence_parallel).tolist(), strict=True))
+        prefix = "eval_" if mode == "eval" else ""
+        return {f"{prefix}{name}": count for name, count in lost.items() if count}
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Run TRL's `evaluate`. Its time does not count in the logged training speed."""
