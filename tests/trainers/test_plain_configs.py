@@ -87,13 +87,6 @@ def test_an_optimizer_of_the_models_parameters_keeps_the_default_adapter_away(ki
     assert len(told(caplog, "no LoRA adapter is added: the optimizer that was passed holds")) == 1
 
 
-def test_a_compiled_model_gets_no_adapter_inside(tmp_path, caplog):
-    model = torch.compile(tiny.model(layers=1), backend="eager")
-    trainer = build_packed("sft", tmp_path, use_peft=True, model=model)
-    assert trainer.model is model and all(p.requires_grad for p in model.parameters())
-    assert len(told(caplog, "no LoRA adapter is added: OptimizedModule is around the model")) == 1
-
-
 @pytest.mark.parametrize("kind", ALL_PACKED)
 def test_an_optimizer_of_which_nothing_trains_is_refused(kind, tmp_path):
     for make in (plain, build_packed):
