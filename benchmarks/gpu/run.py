@@ -57,7 +57,7 @@ SECONDS = {
     "trainers": {"all": 250},
     "parts": {"all": 100},
     "attention": {"all": 120},
-    "dpo_1b": {"start": 25, "padding": 50, "padding_free": 40, "step": 40},
+    "dpo_1b": {"start": 25, "step": 40, "padding": 50, "padding_free": 40},
     "full_1b": {"start": 15, "step": 45, "trl-bfd@8192x1": 50, "bfd@8192x1": 45},
 }
 
