@@ -39,7 +39,7 @@ def training_table(types: Mapping[str, Results]) -> str:
     loss, norm = (number(max(result[key] for result in same)) for key in ("loss", "grad_norm"))
     answers: dict[str, dict[str, list[str]]] = {}
     for name, way, result in runs:
-        if (what := _trained(result)) is not None:
+        if (what := _special(result)) is not None:
             answers.setdefault(what, {}).setdefault(name, []).append(way)
     rows = [f"| {', '.join(_with_ways(*item) for item in of.items())} | {what} |" for what, of in answers.items()]
     return "\n".join([
@@ -55,7 +55,7 @@ def _with_ways(name: str, ways: Sequence[str]) -> str:
     return f"`{name}`" if len(ways) > 1 else f"`{name}` ({ways[0]})"
 
 
-def _trained(result: Mapping[str, Any]) -> str | None:
+def _special(result: Mapping[str, Any]) -> str | None:
     """Return what is special in a run of training, `None` if nothing is."""
     if result["verdict"] == "same":
         special = [_BESIDE[what] for what in result["beside"][1:]]

@@ -117,7 +117,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     # Whether TRL's own, padded rows are trained, because the user's code gets them; and what steps are cut for.
     _pads_rows = False
     _cut_for: Any = None
-    _cut_data: Any = None
 
     def __init__(
         self,
@@ -221,8 +220,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _wants_rows(self) -> bool:
         """Tell whether the user's own code gets TRL's padded rows, because it may not be written for packed ones.
 
-        It cannot where examples are several documents, or are named, or where the user's collator makes the batches.
-        Filled rows are TRL's packed rows.
+        Filled rows are TRL's packed rows, too. Examples of several documents, of sources, or of an own collator stay.
         """
         args, train_dataset = self.args, self.train_dataset
         packed = args.strategy.fills_rows or args.share_prefixes or args.sequence_parallel > 1 or args.loss_by
@@ -243,9 +241,10 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         )
         if not args.strategy.recuts_steps:
             return cut
-        settings = hook or (cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size)
-        if settings != self._cut_for or self.train_dataset is not self._cut_data:
-            self._cut_for, self._cut_data = settings, self.train_dataset
+        budget = (cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size)
+        settings = (hook or budget, self.train_dataset)
+        if settings != self._cut_for:
+            self._cut_for = settings
             if hook:
                 keep_padded(args, hook)
             self._cutter = None if hook else StepCutter(self, cut=cut, why=why)
@@ -342,8 +341,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Return the prediction loader. Predictions are never packed."""
-        # They need one row of logits per example.
+        """Return the prediction loader, never packed: predictions need one row of logits per example."""
         with set_inside(self, data_collator=self._data.padding_collator or self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
