@@ -120,7 +120,8 @@ def train(
     if _COUNT in beside:
         trainer._loss_shifts_labels = True
     if _LOGITS in beside:
-        inner: Any = inner_model(trainer.model)
+        outer: Any = trainer.model
+        inner: Any = inner_model(outer)
         inner.forward = OwnHead(inner, inner.forward)
     torch.manual_seed(0)
     trainer.train()
@@ -139,7 +140,7 @@ def documents(model: Any) -> Dataset:
 
 def differences(logs: Logs, expected: Logs) -> dict[str, float]:
     """Return the worst relative difference of the losses and of the gradients' norms; infinite for what is NaN."""
-    worst = dict.fromkeys(_LOGGED, 0.0)
+    worst: dict[str, float] = dict.fromkeys(_LOGGED, 0.0)
     for entry, other in zip(logs, expected, strict=True):
         for name in _LOGGED:
             found = abs(entry[name] - other[name]) / max(abs(other[name]), 1e-6)

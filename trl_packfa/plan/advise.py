@@ -108,11 +108,12 @@ def _few(plan: Plan) -> Iterator[str]:
 def _lost(plan: Plan) -> Iterator[str]:
     report, lengths = plan.chosen.report, plan.source.tokens.lengths
     share = report.tokens_lost / report.tokens
-    if share > _MUCH_LOST and BFD_SPLIT.name in plan.outcomes:
+    limit = plan.args.max_length
+    if share > _MUCH_LOST and limit is not None and BFD_SPLIT.name in plan.outcomes:
         split = plan.outcomes[BFD_SPLIT.name].report.tokens_lost
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
-            f"documents are longer than max_length={plan.args.max_length}. {_kept(lengths, plan.args.max_length)} "
+            f"documents are longer than max_length={limit}. {_kept(lengths, limit)} "
             f"overflow='split', which makes documents of the pieces, loses {split:,} tokens."
         )
     if plan.chosen.strategy.fills_rows and report.split:

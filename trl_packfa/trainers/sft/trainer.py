@@ -241,8 +241,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         )
         if not args.strategy.recuts_steps:
             return cut
-        budget = (cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size)
-        settings = (hook or budget, self.train_dataset)
+        settings = (hook, cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size, self.train_dataset)
         if settings != self._cut_for:
             self._cut_for = settings
             if hook:
