@@ -67,7 +67,6 @@ def _special(result: Mapping[str, Any]) -> str | None:
 
 _BESIDE = {
     "on the model's own logits": "its fused head leaves something out, so ours uses the model's own logits",
-    "without the first labels": "it divides by the labels of first tokens, too, which nothing predicts",
 }
 
 

@@ -34,9 +34,8 @@ from trl_packfa.trainers.sft.lm_head import OwnHead
 # What trains: all weights, or the adapter that the trainer adds by itself.
 WAYS: dict[str, dict[str, Any]] = {"full": {"use_peft": False}, "lora": {"lora_dropout": 0.0}}
 STEPS = 2
-# What TRL's trainer is told where its loss is not the model's: the model's own logits where the fused head
-# leaves something out, and to count no first labels, which nothing predicts, of classes not named `...ForCausalLM`.
-_LOGITS, _COUNT = "on the model's own logits", "without the first labels"
+# What TRL's trainer is told where its loss is not the model's: its fused head leaves something out.
+_LOGITS = "on the model's own logits"
 # Limits of a relative difference in float32, of a logged loss and of a gradient's norm.
 _LOSS, _NORM = 1e-4, 1e-3
 _LOGGED = ("loss", "grad_norm")
@@ -71,8 +70,8 @@ def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
         found = differences(logs, expected)
         own = isinstance(trainer._head.module, OwnHead)
         beside = ()
-        if not _same(found) and (own or not trainer._loss_shifts_labels):
-            beside = (*[_LOGITS] * own, *[_COUNT] * (not trainer._loss_shifts_labels))
+        if not _same(found) and own:
+            beside = (_LOGITS,)
             expected, _ = train(SFTTrainer, name, way, folder, beside=beside, **options)
             found = differences(logs, expected)
     report = trainer.exactness
@@ -117,8 +116,6 @@ def train(
     adapter = {} if packs or way == "full" else {"peft_config": default_adapter(model.config.model_type, ours, model)}
     torch.manual_seed(0)
     trainer = cls(model, args, train_dataset=documents(model), processing_class=_tokenizer(), **adapter)
-    if _COUNT in beside:
-        trainer._loss_shifts_labels = True
     if _LOGITS in beside:
         outer: Any = trainer.model
         inner: Any = inner_model(outer)
@@ -129,12 +126,13 @@ def train(
 
 
 def documents(model: Any) -> Dataset:
-    """Make documents of random tokens of very uneven lengths, some of whose labels do not train."""
+    """Make documents of random tokens of very uneven lengths; of every second one the first third has no labels."""
     words = min(VOCABULARY, model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(4, words, (length,), generator=generator).tolist() for length in _LENGTHS * STEPS]
+    untrained = [len(ids) // 3 * (number % 2) for number, ids in enumerate(drawn)]
     return Dataset.from_list(
-        [{"input_ids": ids, "labels": [*[-100] * (len(ids) // 3), *ids[len(ids) // 3 :]]} for ids in drawn]
+        [{"input_ids": ids, "labels": [*[-100] * n, *ids[n:]]} for n, ids in zip(untrained, drawn, strict=True)]
     )
 
 

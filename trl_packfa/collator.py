@@ -21,6 +21,8 @@ _PREFIX = "trl_packfa_"
 # A stream's column that counts dropped documents and tokens (`trainers/common/dataset.py`). The collator sums it, and
 # the trainer removes it from the batch.
 LOSSES = f"{_PREFIX}losses"
+# Batch key with the number of documents whose first token has a label, which the trainer removes from the batch.
+FIRST_LABELS = f"{_PREFIX}first_labels"
 # Batch key with each document's source, which the trainer removes from the batch.
 SOURCES = f"{_PREFIX}sources"
 # Column of rows whose documents share prefixes: the number of tokens that are not computed because of that.
@@ -62,6 +64,10 @@ class DataCollatorForPacking:
             these keys, and each one costs a copy to the device.
         share_prefixes (`bool`, *optional*, defaults to `False`):
             Compare the documents, so that a model patched with `share_prefixes=True` need not do it.
+        count_first_labels (`bool`, *optional*, defaults to `False`):
+            Count the documents whose first token has a label in the batch's `trl_packfa_first_labels`. The Trainer
+            divides the loss of some classes, such as `GPT2LMHeadModel`, by these labels too, though nothing predicts
+            them.
     """
 
     pad_token_id: int = 0
@@ -70,6 +76,7 @@ class DataCollatorForPacking:
     vocab_size: int | None = None
     return_flash_attn_kwargs: bool = True
     share_prefixes: bool = False
+    count_first_labels: bool = False
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` into one row.
@@ -118,6 +125,11 @@ class DataCollatorForPacking:
             **(layout.flash_kwargs() if self.return_flash_attn_kwargs else {}),
             "packed_layout": layout,
         }
+        if self.count_first_labels:  # a row that is already packed has none, as in TRL's collator
+            whole = [
+                example.get("labels", example["input_ids"]) for example in examples if not example.get(ROW_LENGTHS)
+            ]
+            batch[FIRST_LABELS] = sum(labels[0] != -100 for labels in whole if len(labels))
         # DataLoader, accelerate and pinning leave a tuple of strings as it is. The trainer removes it before the
         # forward.
         if self.source_column is not None and all(self.source_column in example for example in examples):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trl_packfa import DataCollatorForPacking
-from trl_packfa.collator import LOSSES
+from trl_packfa.collator import FIRST_LABELS, LOSSES
 from trl_packfa.errors import InvalidLayout
 
 
@@ -20,6 +20,13 @@ def test_matches_trls_padding_free_collator():
 def test_first_label_of_every_document_is_masked():
     batch = DataCollatorForPacking()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5]]
+
+
+def test_labels_of_first_tokens_are_counted_if_asked():
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3], "labels": [-100]}, {"input_ids": [4], "labels": [4]}]
+    packed = {"input_ids": [5, 6], "seq_lengths": [1, 1]}
+    batch = DataCollatorForPacking(count_first_labels=True)([*rows, packed])
+    assert batch[FIRST_LABELS] == 2 and FIRST_LABELS not in DataCollatorForPacking()(rows)
 
 
 def test_padding_is_one_trailing_document():

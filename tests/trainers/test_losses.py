@@ -21,6 +21,7 @@ from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.neftune import EmbeddingNoise
 from trl_packfa.trainers.common.batching import FREE, KEPT, TOGETHER
 from trl_packfa.trainers.common.step_cutting import Origins, how_to_cut
+from trl_packfa.trainers.sft import loss_terms
 
 PLAIN = {
     "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0, "lr_scheduler_type": "constant",
@@ -64,6 +65,20 @@ UNTRAINED = [
         ([7, 8 + i, 9], [7, -100, -100]),
     ][: 2 + i % 4]
 ]
+
+
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch")])
+def test_labels_of_first_tokens_count_where_trls_trainer_counts_them(tmp_path, strategy, monkeypatch):
+    """It divides the loss of a class whose name does not end in `ForCausalLM` by all labels. On texts that is one more
+    for each document."""
+    data = {"train_dataset": Dataset.from_list([{"input_ids": [4 + i % 40] * (1 + 5 * i % 9)} for i in range(48)])}
+    build = partial(pair, tmp_path, strategy=strategy, model=lambda: small_model("gpt2"), data=data)
+    padded, packed = build()
+    assert not padded._loss_shifts_labels
+    assert_trajectory(losses(packed), losses(padded))
+    monkeypatch.setattr(loss_terms, "FIRST_LABELS", "none such")
+    padded, packed = build()
+    assert_another_run(losses(packed), losses(padded))
 
 
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ...collator import LOSSES
+from ...collator import FIRST_LABELS, LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
 from ...runtime.override import set_inside
 from .config import CommonConfig
@@ -36,6 +36,7 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
     """Add a packed batch's counts to TRL's metrics, and remove from `inputs` what is no model input."""
     lost = inputs.pop(LOSSES, None)
+    inputs.pop(FIRST_LABELS, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
         lengths = layout.true_lengths

@@ -114,11 +114,14 @@ class PackedData:
         overflow = args.strategy.overflow if wraps else args.overflow
         return {"max_length": args.max_length, "overflow": overflow, "as_padded": not fills_rows}
 
-    def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
+    def meet(
+        self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any, counts_first_labels: bool
+    ) -> Any:
         """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
 
         These steps wait for the model, because TRL builds it after the datasets. `padding_collator`, TRL's own, is for
         evaluation batches that are not packed. `collator` is the user's own packing collator, if there is one.
+        `counts_first_labels` tells whether the Trainer divides the loss by labels of first tokens, too.
         """
         for name, dataset in self._uncut.items():
             require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
@@ -135,6 +138,8 @@ class PackedData:
             vocab_size=known_ids(model),
             return_flash_attn_kwargs=False,
             share_prefixes=self.args.share_prefixes,
+            # Filled rows are compared with TRL's packed rows, which have no such labels.
+            count_first_labels=counts_first_labels and not self.args.strategy.fills_rows,
         )
 
     @property

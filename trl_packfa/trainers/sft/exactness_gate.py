@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ...collator import LOSSES, SOURCES, DataCollatorForPacking
+from ...collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
 from ...errors import UnsupportedModel
 from ...exactness import (
     ExactnessReport,
@@ -152,7 +152,7 @@ class ExactnessGate:
             return
         # All ranks come here with the same batch number, because `agree` below waits for all of them.
         self._has_proven_batch = True
-        names = (LOSSES, ORIGINS, SOURCES)
+        names = (FIRST_LABELS, LOSSES, ORIGINS, SOURCES)
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
 

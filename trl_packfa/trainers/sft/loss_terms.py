@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...collator import SOURCES
+from ...collator import FIRST_LABELS, SOURCES
 from ...errors import UnsupportedModel
 from ...exactness import quiet
 from ...layout import PackedLayout
@@ -53,7 +53,21 @@ def count_examples(inputs: Mapping[str, Any]) -> int:
     return int(documents[trained].unique().numel())
 
 
-def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def counted_labels(inputs: Mapping[str, Any], weighting: str) -> Mapping[str, Any]:
+    """Make a batch with the labels that the Trainer is to count, where those of the packed rows are others.
+
+    With `weighting="example"` these are one for each trained example. Padded, first tokens have labels, which the
+    Trainer counts for classes whose loss it does not know.
+    """
+    if weighting == "example":
+        return _as_example_labels(inputs)
+    if first := inputs.get(FIRST_LABELS):
+        labels = inputs["labels"]
+        return {"labels": torch.cat([labels, labels.new_zeros(1, first)], dim=1)}
+    return inputs
+
+
+def _as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Make a batch with one label for each trained example, so that the Trainer counts examples."""
     # The Trainer counts labels that are not -100, so the labels are zeros. It counts `shift_labels` without shifting.
     labels = torch.zeros((1, count_examples(inputs)), dtype=torch.long, device=inputs["labels"].device)

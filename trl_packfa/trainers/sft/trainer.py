@@ -69,7 +69,7 @@ from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
 from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
-from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
+from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
 from .raw_dataset import usable
@@ -183,6 +183,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             padding_collator=self.data_collator,
             collator=data_collator,
+            counts_first_labels=not self._loss_shifts_labels,
         )
         own_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         refuse_precision(model, args, scales_losses=self.accelerator.scaler is not None, own_optimizer=own_optimizer)
@@ -366,8 +367,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return found
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        if self.args.loss_weighting == "example":
-            batch_samples = [as_example_labels(batch) for batch in batch_samples]
+        batch_samples = [counted_labels(batch, self.args.loss_weighting) for batch in batch_samples]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(
