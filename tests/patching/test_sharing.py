@@ -1,5 +1,7 @@
 """`patch(model, unpad=True, share_prefixes=True)`: what rows begin with is computed once; nobody outside can tell."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -18,6 +20,7 @@ from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.forwards import BackboneOverride
+from trl_packfa.patching.unpadding import Sharing
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
 # interface, an attention function of its own.
@@ -154,6 +157,27 @@ def test_calls_that_say_more_of_a_token_than_its_id_share_nothing(what):
     expected = made(**call).logits[real].detach()
     assert_float32(shared(made)(**call).logits[real].detach(), expected.double())
     assert counted(made).shared == 0
+
+
+class ReadsItsConfig(torch.nn.Module):
+    """A module that reads a rate at each call, as GPT-Neo's and BLT's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(dropout=0.5, layerdrop=0.5)
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, self.config.dropout, self.training)
+
+
+def test_a_rate_that_a_forward_reads_from_its_config_is_seen():
+    module = ReadsItsConfig()
+    sharing = Sharing(module, None)
+    assert sharing._draws() == "ReadsItsConfig.dropout"
+    module.config.dropout = 0.0
+    assert sharing._draws() is None, "no forward reads layerdrop"
+    module.config.dropout = 0.1
+    assert sharing._draws() is not None and Sharing(module.eval(), None)._draws() is None
 
 
 def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_o
 from ..runtime.compile import around_graphs, outside_of_graphs
 from ..runtime.neftune import EmbeddingNoise
 from ..runtime.override import NamedOverride, forward_signature, set_inside
-from .inspect import inner_model
+from .inspect import inner_model, own_config
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Sharing:
 
     def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
         self.refusal, self.backbone = refusal, backbone
-        self._rates: list[tuple[Any, str]] = []
+        self._rates: list[_Rate] = []
         self._modules: list[nn.Module] = []
         self._told = False
 
@@ -103,8 +103,8 @@ class Sharing:
         modules = list(self.backbone.modules())
         if modules != self._modules:  # an adapter has come, or has replaced another, with dropout of its own
             self._modules, self._rates = modules, _rates_of(modules)
-        drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
-        return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
+        drawing = (rate for rate in self._rates if rate.module.training and getattr(rate.holder, rate.name, None))
+        return next((f"{type(rate.module).__name__}.{rate.name}" for rate in drawing), None)
 
 
 @dataclass(eq=False)
@@ -370,14 +370,25 @@ def _count_from_zero(position_ids: torch.Tensor | None, layout: PackedLayout) ->
     return torch.equal(position_ids, layout.position_ids().to(position_ids))
 
 
-def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
-    """Return the modules and attribute names of all rates at which random numbers are drawn, 0 or not."""
-    rates: list[tuple[Any, str]] = []
+class _Rate(NamedTuple):
+    """A rate at which a module draws random numbers while it trains: an attribute of the module or of its config."""
+
+    module: nn.Module
+    holder: Any
+    name: str
+
+
+def _rates_of(modules: Iterable[nn.Module]) -> list[_Rate]:
+    """Return all rates at which modules draw random numbers, 0 or not."""
+    rates: list[_Rate] = []
     for module in modules:
         if isinstance(module, nn.Embedding):
-            rates.append((module, _NEFTUNE))  # transformers sets it when training begins
+            rates.append(_Rate(module, module, _NEFTUNE))  # transformers sets it when training begins
+        if (config := own_config(module)) is not None:  # some forwards read a rate there, at each call
+            read = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+            rates += [_Rate(module, config, name) for name in read if _DRAWS.search(name) and hasattr(config, name)]
         is_dropout = "drop" in type(module).__name__.lower()
         for name, value in vars(module).items():
             if isinstance(value, float) and (_DRAWS.search(name) or (is_dropout and name == "p")):
-                rates.append((module, name))
+                rates.append(_Rate(module, module, name))
     return rates
