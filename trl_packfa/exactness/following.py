@@ -125,9 +125,10 @@ class Following:
     """One forward whose documents are traced.
 
     `places` maps each document to the numbers `(n,)` of its tokens among the `B * L` of a call of this `shape`. The
-    inputs in `handed` replace those of its layers and routers, and what routers choose there replaces their choices,
-    unless the routers are `free`. `traces` get the layers' own inputs, and the own outputs of mixers and routers;
-    those of a router are as in `handed` at tokens whose choice is near a tie.
+    inputs in `handed` replace those of its layers and routers, and what routers choose there replaces their choices.
+    With `free` those of the layers alone are replaced, and mixers' inputs are traced, too. `traces` get the layers'
+    own inputs, and the own outputs of mixers and routers; those of a router are as in `handed` at tokens whose choice
+    is near a tie.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Following:
         self.traces: dict[int, Trace] = {document: {} for document in places}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._routers: frozenset[str] = frozenset()
+        self._inside: frozenset[str] = frozenset()  # modules in layers whose inputs are only compared
 
     @contextmanager
     def attached(self, parts: Parts) -> Iterator[None]:
@@ -146,8 +148,10 @@ class Following:
         # Mixers and routers in a checkpointed layer run again in the backward. Their keys count that as a second call,
         # packed and alone, so the recomputation gets the same inputs as well.
         self._routers = frozenset(parts.routers)
+        entered = parts.routers | parts.mixers if self.free else parts.routers
+        self._inside = frozenset(entered) - parts.layers.keys() if self.free else frozenset()
         with ExitStack() as hooks:
-            for name, module in {**parts.layers, **parts.routers}.items():
+            for name, module in {**parts.layers, **entered}.items():
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             for name, module in {**parts.routers, **parts.mixers}.items():
                 kind = "left" if name in parts.mixers else "routed"
@@ -156,6 +160,8 @@ class Following:
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._key("entered", name)
+        if self.free and name in self._routers and sum(map(self._is_per_token, (*args, *kwargs.values()))) > 1:
+            return None  # a gate between two states: what it does with the same one depends on the other
         if args and self._is_per_token(args[0]):
             return (self._pass(key, args[0]), *args[1:]), kwargs
         if self._is_per_token(kwargs.get("hidden_states")):
@@ -245,7 +251,7 @@ class Following:
         """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`, and replace its inputs."""
         flat = self._flat(tensor)
         # A mixer's output is only compared, never replaced: a replaced output would hide its error.
-        keeps = key.kind == "left" or (self.free and key.module in self._routers)
+        keeps = key.kind == "left" or key.module in self._inside
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for document, place in self.places.items():
             # Indexing makes a copy, so a trace does not keep the whole batch in memory.

@@ -199,11 +199,14 @@ class _Regrouping:
 
 
 def _must_repeat(key: Key, before: Trace, after: Trace) -> bool:
-    """Tell whether an output must be the same bit for bit: a mixer's, and a router's whose input is the same."""
-    if key.kind != "routed":
-        return key.kind == "left"
+    """Tell whether an output must be the same bit for bit: a mixer's or a router's with the same input.
+
+    Layers may get more than the input that is replaced, such as the states of earlier passes of a loop.
+    """
     given = Key("entered", key.module, key.call)
-    return given in before and given in after and torch.equal(before[given], after[given])
+    if given not in before or given not in after:
+        return key.kind == "left"
+    return key.kind != "entered" and torch.equal(before[given], after[given])
 
 
 @torch.no_grad()

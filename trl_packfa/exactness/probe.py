@@ -270,7 +270,9 @@ def special_tokens(model: Any, vocabulary: int) -> list[int]:
     config = inner_model(model).config.get_text_config()
     named = [getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")]
     ids = {0, *(i for own in named for i in (own if isinstance(own, list) else [own]) if isinstance(i, int))}
-    return sorted(i for i in ids if 0 <= i < vocabulary)
+    # XLM and Flaubert count a document's tokens by this id, if a call has no mask: alone it would have fewer.
+    counts_pads = getattr(config, "pad_index", None)
+    return sorted(i for i in ids if 0 <= i < vocabulary and i != counts_pads)
 
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:
