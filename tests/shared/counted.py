@@ -84,7 +84,6 @@ def count_device(name):
     outside, each = model.by_layer(DEVICE[name])
     return {
         "operators_per_layer": each["operators"], "operators_outside": outside["operators"],
-        "calls_per_layer": each["calls"],
         "host_syncs": outside["host_waits"], "host_syncs_per_layer": each["host_waits"],
         "peak_bytes_per_layer": each["peak_bytes"], "peak_bytes_outside": outside["peak_bytes"],
     }  # fmt: skip
