@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
 from ...errors import InvalidConfig, InvalidDataset
+from ...runtime.override import set_inside
 from ..common.config import CommonConfig
 from ..common.model_loading import load_as_asked, named, telling_of_targets
 from ..common.preflight import require_run
@@ -52,7 +53,8 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     refuse_before_loading(trainer.__name__, {"model": model, **given}, args, takes_images=True)
     require_run({"model": model, **given}, args)
     given |= load_as_asked(model, args, given, asked=args)
-    with telling_of_targets(model, args):
+    loading = set_inside(args, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
+    with telling_of_targets(model, args), loading:
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 
