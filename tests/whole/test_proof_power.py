@@ -1,5 +1,4 @@
-"""What the check of five short documents in evaluation mode once called exact, put into exact models one at a time: in
-every dtype the check must see it, and an exact model must pass."""
+"""Faults that an earlier check called exact, put into exact models one at a time: it must see them in every dtype."""
 
 from contextlib import nullcontext
 from itertools import combinations, permutations
