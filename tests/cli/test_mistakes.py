@@ -153,7 +153,7 @@ def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys):
 
 def test_an_adapter_that_is_none(capsys):
     assert main(["check", "base", "--adapter", "./none"]) == 1
-    assert "cannot load the model './none'.\n  - there is no such folder\n" in capsys.readouterr().err
+    assert "there is no adapter in './none'.\n  - there is no such folder\n" in capsys.readouterr().err
 
 
 def test_a_fault_of_the_code_keeps_its_traceback(monkeypatch):

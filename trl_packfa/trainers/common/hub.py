@@ -207,7 +207,7 @@ def _adapter_config(adapter: str) -> PeftConfig:
     except (ValueError, OSError) as error:
         raise UnsupportedModel(
             f"there is no adapter in '{adapter}'.",
-            why=[str(error)],
+            why=missing_path(adapter) or [str(error)],
             do="Name the output_dir of a run with use_peft=True. A full fine-tune has no adapter to merge.",
         ) from error
 
