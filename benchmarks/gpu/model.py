@@ -77,7 +77,7 @@ H200 = Device("H200", 700e12, 3.9e12, (310e12, 266e12))
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs: a model, a side and its options."""
+    """A model, a side and its options: one row of the table."""
 
     side: str  # of `SIDES`
     preset: str = "llama-3-8b"

@@ -127,7 +127,7 @@ def test_an_output_that_groups_cannot_join_is_refused(monkeypatch):
 
 
 def test_a_single_number_that_groups_return_is_refused(monkeypatch):
-    """How much each group's loss counts is not known."""
+    """The share of each group's loss in the whole is not known."""
     model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
     override = override_in(model)
     forward = override.call_original

@@ -33,33 +33,30 @@ def test_experts_chosen_by_the_load_of_a_batch_are_never_trained(tmp_path):
         trainer.train()
 
 
-def test_a_model_contaminated_in_evaluation_alone_is_never_trained(tmp_path):
+def contaminated(tmp_path, when):
+    """Build a trainer whose second layer mixes the documents of a layout where `when(attention, layout)` holds."""
     trainer = packed_trainer(arguments(out=tmp_path))
     attention = trainer.model.base_model.model.model.layers[1].self_attn
     override = vars(attention)["forward"]
 
     def leak(hidden_states, **kwargs):
         layout = find_layout((), kwargs)
-        if layout is not None and layout.num_documents > 3 and not attention.training:
+        if layout is not None and when(attention, layout):
             hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
         return override(hidden_states, **kwargs)
 
     attention.forward = leak
+    return trainer
+
+
+def test_a_model_contaminated_in_evaluation_alone_is_never_trained(tmp_path):
+    trainer = contaminated(tmp_path, lambda attention, layout: layout.num_documents > 3 and not attention.training)
     with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
         trainer.train()
 
 
 def test_a_contaminated_model_is_never_trained(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path))
-    attention = trainer.model.base_model.model.model.layers[1].self_attn
-    override = vars(attention)["forward"]
-
-    def leak(hidden_states, **kwargs):
-        if find_layout((), kwargs) is not None:
-            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
-        return override(hidden_states, **kwargs)
-
-    attention.forward = leak
+    trainer = contaminated(tmp_path, lambda attention, layout: True)
     with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -1,4 +1,4 @@
-"""What a chat template leaves out is said, by `train` and by `plan`, and what it cannot render is named."""
+"""Chat templates: `train` and `plan` say which parts are left out, and name conversations that do not render."""
 
 import json
 

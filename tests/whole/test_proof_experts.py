@@ -80,7 +80,7 @@ def within_capacity(module, args, output):
                   for model_type in ("mixtral", "qwen3_moe", "deepseek_v3") for dtype in ("float32", "bfloat16"))),
 ])  # fmt: skip
 def test_experts_that_other_tokens_or_packing_choose_are_seen(fault, verdict, model_type, dtype):
-    """What a router chose was replaced by what it chose for the document alone, so it was never compared."""
+    """The check once replaced a router's choice by that for the document alone, so it never compared it."""
     model = patch(small_model(model_type).to(getattr(torch, dtype)))
     for router in find_parts(model, find_state(model)).routers.values():
         router.register_forward_hook(fault)

@@ -77,7 +77,7 @@ class PatchState:
 
     @property
     def is_applied(self) -> bool:
-        """Whether the model is patched so now. Forwards that others have set keep ours inside after an undo."""
+        """`True` while the model is patched so. Forwards that others have set keep ours inside after an undo."""
         return vars(self.parts.backbone).get(SLOT) is self
 
     @property

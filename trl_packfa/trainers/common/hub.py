@@ -159,10 +159,8 @@ def is_encoder(config: PretrainedConfig) -> bool:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | ProcessorMixin | None:
     """Load the processor of a model by name or path, else its tokenizer; return `None` if there is none."""
-    for cls in (
-        AutoProcessor,
-        AutoTokenizer,
-    ):  # a folder with an adapter has no config that leads from one to the other
+    # Both are tried: a folder with an adapter has no config that leads from one to the other.
+    for cls in (AutoProcessor, AutoTokenizer):
         try:
             return cls.from_pretrained(name)
         except (OSError, ValueError, KeyError):  # transformers raises these for a folder that holds only weights
