@@ -170,12 +170,13 @@ def encoder_decoder():
     return transformers.BartForSequenceClassification(config)
 
 
-def differences(logs, others, *, dtype=torch.float32):
-    """Return the worst difference of each metric over all steps, as a share of what is allowed."""
+def differences(logs, others, *, only=(), dtype=torch.float32):
+    """Return the worst difference of each metric, or of those named, over all steps, as a share of what is allowed."""
     worst, places = {}, BFLOAT16_PAIRS if dtype is torch.bfloat16 else None
     for steps, (entry, other) in enumerate(zip(logs, others, strict=True), 1):
         for name, value in entry.items():
-            if isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
+            wanted = name in only or not only
+            if wanted and isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
                 terms = max(abs(entry.get(f"logps/{of}", 0.0)) for of in ("chosen", "rejected"))
                 unit = {"steps": steps, "size": _DIFFERENCE_OF.get(name, 0.0) * terms, "dtype": dtype}
                 found = abs(share_of_allowed(other[name], value, **unit, places=places))
@@ -188,8 +189,8 @@ def beyond(expected, logs, *, only=(), besides=(), dtype=torch.float32, times=1.
     # In bfloat16 two tokens are often equally likely.
     rounded = (*ROUNDED, "mean_token_accuracy") if dtype is torch.bfloat16 else ROUNDED
     worst = {
-        name: found for name, found in differences(expected, logs, dtype=dtype).items()
-        if (name in only or not only) and name not in (*rounded, *besides)
+        name: found for name, found in differences(expected, logs, only=only, dtype=dtype).items()
+        if name not in (*rounded, *besides)
     }  # fmt: skip
     record(f"run of pairs, {dtype}" if times == 1.0 else "run, control", max(worst.values()))
     return {name: found for name, found in worst.items() if found > times}

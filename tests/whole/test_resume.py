@@ -72,12 +72,12 @@ def killed(out, strategy, step, phase, **options):
     def work():
         trainer = trainer_of(out, strategy, **options)
         trainer.add_callback(Killer())
-        compute_loss, save = trainer.compute_loss, torch.save
+        save = torch.save
 
-        def watched_loss(*args, **kwargs):
+        # Not `compute_loss`: a trainer whose own is replaced gets TRL's padded rows.
+        def watched_forward(*args):
             if phase == "forward" and trainer.state.global_step == step:
                 die()
-            return compute_loss(*args, **kwargs)
 
         def half_written(content, path, *args, **kwargs):
             if phase == "writing the checkpoint" and trainer.state.global_step >= step and "checkpoint" in str(path):
@@ -85,7 +85,8 @@ def killed(out, strategy, step, phase, **options):
                 die()
             return save(content, path, *args, **kwargs)
 
-        trainer.compute_loss, torch.save = watched_loss, half_written
+        trainer.model.get_input_embeddings().register_forward_pre_hook(watched_forward)
+        torch.save = half_written
         trainer.train()
 
     assert in_child(work) == -signal.SIGKILL
