@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         dataset_kwargs: dict[str, Any] | None
         strategy: Strategy
         trust_remote_code: bool
+        # The learning rate, if the user has named none.
+        chosen_learning_rate: float | None
 else:
     _Base = ModelConfig
 
@@ -44,6 +46,9 @@ class CommonConfig(_Base):
     packing = True
     sequence_parallel = 1
     expand_turns = False
+
+    # How much larger LoRA's learning rate is than TRL's default, as TRL's own scripts have it ("LoRA Without Regret").
+    lora_rate_factor = 10.0
 
     check_packing: bool = field(
         default=True,
@@ -70,6 +75,15 @@ class CommonConfig(_Base):
             "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
         },
     )
+    # Without a default, so that one by the user is known. `__post_init__` sets it.
+    learning_rate: float = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "The initial learning rate for the optimizer. Default: TRL's with `use_peft=False`. For LoRA "
+            "ten times as much if TRL's is one for all parameters: `2e-4` for SFT, `1e-5` for DPO and KTO, and TRL's "
+            "`1e-4` for rewards."
+        },
+    )
     use_peft: bool = field(default=True, metadata={"help": "Train a LoRA adapter. `False` trains all parameters."})
     lora_target_modules: list[str] | None = field(
         default_factory=lambda: ["all-linear"],
@@ -94,14 +108,42 @@ class CommonConfig(_Base):
     )
 
     def __post_init__(self) -> None:
+        # First, because TRL's config fills DeepSpeed's with it.
+        self.chosen_learning_rate = None
+        if self.learning_rate is None:
+            self.chosen_learning_rate = self.learning_rate = self._default_learning_rate(adapts=self.use_peft)
         # Call both by name, because neither calls the other. Settle precision first: TRL's config sets `bf16=True` by
         # default, and transformers raises on a machine without bf16.
         ModelConfig.__post_init__(self)
         _settle_precision(self)
-        trl_configs: Any = (base for base in type(self).__mro__ if base.__module__.startswith("trl."))
-        next(base for base in trl_configs if base is not ModelConfig).__post_init__(self)
+        self._trl_config().__post_init__(self)
         _settle_loading(self)
         _require_trainable(self)
+
+    @classmethod
+    def _trl_config(cls) -> Any:
+        """Return TRL's config class for this trainer."""
+        bases = (base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        return next(base for base in bases if base is not ModelConfig)
+
+    @classmethod
+    def _default_learning_rate(cls, *, adapts: bool) -> float:
+        full = next(f.default for f in fields(cls._trl_config()) if f.name == "learning_rate")
+        return float(f"{full * cls.lora_rate_factor:g}") if adapts else full  # 1e-05, not 9.999999999999999e-06
+
+    def settle_learning_rate(self, *, adapts: bool) -> str:
+        """Set the default learning rate of a model with or without an adapter, unless the user has named a rate.
+
+        Return a sentence on a rate that may surprise; `""` if none does.
+        """
+        full, usual = (self._default_learning_rate(adapts=adapter) for adapter in (False, True))
+        if self.learning_rate == self.chosen_learning_rate:
+            self.chosen_learning_rate = self.learning_rate = usual if adapts else full
+            if adapts and usual != full:
+                return f"learning_rate={usual:g} for the adapter; TRL's default, {full:g}, is for all parameters"
+        elif adapts and usual != full and self.learning_rate == full:
+            return f"learning_rate={full:g} is TRL's default for all parameters; an adapter usually needs {usual:g}"
+        return ""
 
     @classmethod
     def fields_of(cls, args: TrainingArguments) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from trl import get_peft_config, get_quantization_config
 from ...adapters import refuse_quantization
 from ...errors import InvalidConfig
 from ...patching import inspect
+from ...terminal.telling import tell
 from .config import CommonConfig
 from .dataset import AnyDataset
 from .hub import telling_of_model
@@ -219,6 +220,8 @@ def load_as_asked(
                     "no config" if asked is None else f"a plain {type(asked).__name__}",
                     type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
                 )  # fmt: skip
+    if said := args.settle_learning_rate(adapts=adapter is not None or isinstance(model, PeftModel)):
+        tell(args, said)
     return {"model_init_kwargs": loading, "quantization_config": quantization, "peft_config": adapter}
 
 

@@ -21,6 +21,7 @@ from ...layout.padded_rows import PaddedRows
 from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
+from ...terminal.telling import tell_end
 from ..common.collating import CountingCollator
 from ..common.validation import refuse_liger
 
@@ -223,6 +224,8 @@ class PaddingFreeRun(TrainerCallback):
         # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
         # since the last log.
         self._since, self._trained, self._step = np.zeros(6), np.zeros(6), 0
+        # Seconds, trained tokens, true tokens and pads of all that was read.
+        self._whole = np.zeros(4)
         for cls in type(trainer).__mro__:
             if metrics := _OVER_PADS.get(cls.__name__):
                 logger.warning(
@@ -273,6 +276,13 @@ class PaddingFreeRun(TrainerCallback):
             if self.check_first_batch:
                 patched.unpadding.watch = partial(self._check_call, name)
         self._since, self._trained, self._step = self._counts(), np.zeros(6), state.global_step
+        self._whole = np.zeros(4)
+
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Tell the speed, without evaluations and checkpoints, and the padding of all models' rows."""
+        self.read()
+        seconds, trained, tokens, pads = self._whole
+        tell_end(args, tokens=trained, seconds=seconds, padding=pads / max(tokens + pads, 1), said=self.said)
 
     def _counts(self) -> np.ndarray:
         """Read the seconds and the counts so far.
@@ -310,6 +320,7 @@ class PaddingFreeRun(TrainerCallback):
         trained, documents, tokens, pads, shared = sums.tolist()
         if not tokens or not seconds:
             return {}
+        self._whole += (seconds, trained, tokens, pads)
         found = {"padding_saved": pads / (tokens + pads)}
         if trained:  # otherwise the policy is left padded
             found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}

@@ -18,6 +18,8 @@ class PackedRewardConfig(PreferenceConfig, RewardConfig):
     in TRL, or `"error"`.
     """
 
+    lora_rate_factor = 1.0  # TRL's default is one for LoRA
+
     overflow: str = field(
         default="drop",
         metadata={

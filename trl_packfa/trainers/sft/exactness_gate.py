@@ -25,6 +25,7 @@ from ...exactness import (
 from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
+from ...terminal.telling import tell
 from ..common.parallelism import agree, from_main_rank, row_group
 from ..common.step_cutting import ORIGINS, Slot
 from .config import PackedSFTConfig
@@ -76,6 +77,15 @@ class ExactnessGate:
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
         self.report = self._with_sharded_rows(replace(proven, identity=identity), engine)
         return self.report
+
+    def tell(self, report: ExactnessReport) -> None:
+        """Tell the verdict of a check that has just run."""
+        how = f"; proven before {report.taken_from}" if report.taken_from else f", in {report.seconds:.0f} s"
+        tell(
+            self.args,
+            f"exactness check: {report.verdict}{how}. Packed documents differ by {report.parity:.1e} from the same "
+            f"alone; in a row without boundaries by {report.control:.1e}",
+        )
 
     def _on_this_run(self) -> dict[str, Any]:
         """Return the arguments of a check that are this run's: its packed rows, its first documents and its seed."""

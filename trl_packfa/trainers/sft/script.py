@@ -102,8 +102,6 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
         plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
-        if hasattr(trainer, "save_reports"):  # TRL's own trainers write none
-            trainer.save_reports(Path(args.output_dir))
         save_loss_curve(trainer.state.log_history, Path(args.output_dir) / LOSS_CURVE)
     if shown:
         _tell_where(trainer, Path(args.output_dir))

@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
 )
 
@@ -73,6 +72,7 @@ from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
 from .raw_dataset import usable
+from .run_callback import RunCallback
 from .sequence_parallel import ShardedRowsTrainer
 from .throughput import LossWatch, SpeedMeter, memory_advice
 
@@ -204,7 +204,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         cut = self._choose_cut()
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
-        self.add_callback(_RunCallback(self))
+        self.add_callback(RunCallback(self))
         logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
 
     def _patch(self, *, unpad: bool) -> None:
@@ -502,7 +502,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if self.args.packing:
             self._head.choose(self.model_wrapped)
             if self.args.check_packing and self.exactness is None:
-                self.prove(self._resumed_from)
+                self._gate.tell(self.prove(self._resumed_from))
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
@@ -541,20 +541,3 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def _save_state(self, folder: Path) -> None:
         self._data.save_state(folder)
-
-
-class _RunCallback(TrainerCallback):
-    """A callback that runs a packed trainer's own steps before the first step and in each epoch."""
-
-    def __init__(self, trainer: PackedSFTTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Require the proof and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
-        self.trainer._require_proof()
-        self.trainer._add_noise()
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Set the sampler's epoch, which accelerate 1.15 does not do for a wrapped batch sampler."""
-        if (sampler := self.trainer.packing_sampler) is not None:
-            sampler.set_epoch(int(state.epoch or 0))  # a resumed run restores it

@@ -1,0 +1,69 @@
+"""The section on packing and its proof in TRL's model card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...exactness import ExactnessReport
+from ...packing import PackingReport
+from ...versions import MINIMUM_VERSIONS, installed_version
+
+_HEADING = "## Packing\n"
+# The heading that follows the training procedure in TRL's template.
+_BEFORE = "\n## Citations"
+
+
+def packing_section(
+    settings: Mapping[str, object],
+    reports: Mapping[str, PackingReport],
+    exactness: ExactnessReport | None,
+    *,
+    said: str = "",
+) -> str:
+    """Write the section in Markdown: settings, counts of the data, the proof, and versions.
+
+    It also says if nothing was checked. `said` is the proof of a run that has no report.
+    """
+    shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
+    told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
+    installed = {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
+    versions = exactness.versions if exactness is not None else installed
+    lines = [
+        _HEADING,
+        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {told}.",
+        "",
+        *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
+          for name, report in reports.items()),
+        f"- Exactness: {said or _proof(exactness)}",
+        "- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + ".",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def name_base(text: str, base: str, *, run: str) -> str:
+    """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
+    local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
+    return text.replace("[None](https://huggingface.co/None)", local).replace('model="None"', f'model="{run}"')
+
+
+def add_section(text: str, section: str) -> str:
+    """Insert the section into the text of TRL's model card, before the citations; replace an existing one."""
+    if _HEADING in text:
+        before, rest = text.split(_HEADING, 1)
+        text = before.rstrip("\n") + "\n" + rest[rest.index(_BEFORE) :] if _BEFORE in rest else before
+    at = text.find(_BEFORE)
+    before, after = (text, "") if at < 0 else (text[:at], text[at:])
+    return f"{before.rstrip()}\n\n{section}{after}"
+
+
+def _proof(exactness: ExactnessReport | None) -> str:
+    if exactness is None:
+        return "not checked before training (`check_packing=False`)."
+    gradients = "" if exactness.gradients is None else f", gradients {exactness.gradients:.1e}"
+    return (
+        f"verdict `{exactness.verdict}` before the first step (isolation {exactness.isolation:.1e}, parity "
+        f"{exactness.parity:.1e}{gradients}; without boundaries {exactness.control:.1e}); model type "
+        f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
+        f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
+    )
