@@ -110,3 +110,9 @@ def test_other_arguments_are_taken_over():
     bare = TrainingArguments("o", learning_rate=1e-3, use_cpu=True)
     assert PackedSFTConfig.from_args(bare).learning_rate == 1e-3
     assert PackedSFTConfig.from_args(args) is args
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_defaults_bring_no_warning_of_transformers_and_checkpointing_stays_as_named():
+    assert config().gradient_checkpointing
+    assert not config(gradient_checkpointing=False).gradient_checkpointing

@@ -116,6 +116,9 @@ class CommonConfig(_Base):
         # default, and transformers raises on a machine without bf16.
         ModelConfig.__post_init__(self)
         _settle_precision(self)
+        if getattr(self, "activation_checkpointing", False) is None:
+            # TRL's config sets the old name by default, and transformers warns of it since 5.23.
+            self.activation_checkpointing = self.gradient_checkpointing
         self._trl_config().__post_init__(self)
         _settle_loading(self)
         _require_trainable(self)
