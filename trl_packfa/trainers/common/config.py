@@ -131,7 +131,7 @@ class CommonConfig(_Base):
 
     @classmethod
     def _default_learning_rate(cls, *, adapts: bool) -> float:
-        full = next(f.default for f in fields(cls._trl_config()) if f.name == "learning_rate")
+        full: Any = next(f.default for f in fields(cls._trl_config()) if f.name == "learning_rate")
         return float(f"{full * cls.lora_rate_factor:g}") if adapts else full  # 1e-05, not 9.999999999999999e-06
 
     def settle_learning_rate(self, *, adapts: bool) -> str:
