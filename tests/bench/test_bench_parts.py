@@ -115,6 +115,12 @@ def test_a_preset_is_kept_for_later_runs(tmp_path, monkeypatch):
     assert paths == [str(kept / f"tiny-{dtype}-None-42") for dtype in ("bfloat16", "bfloat16", "float32")]
 
 
+def test_a_folder_with_the_name_of_a_preset_is_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert model_path(read_arguments(["--model", "tiny", "--output_dir", "out"]), tmp_path) == "tiny"
+
+
 @pytest.mark.slow
 def test_a_preset_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The memory of a GPU that a process has taken for weights stays its own until it ends."""

@@ -229,7 +229,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(InvalidConfig, match="overflow='error' with a stream"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), overflow="error", **small),
                          train_dataset=data.to_iterable_dataset())  # fmt: skip
-    with pytest.raises(InvalidDataset, match="takes a `Dataset` or a stream, but train_dataset is list"):
+    with pytest.raises(InvalidDataset, match=r"train_dataset must be(.|\n)*not list(.|\n)*Dataset\.from_list\(rows\)"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small), train_dataset=pairs(4))
     with pytest.raises(InvalidDataset, match=r"(?s)has a column 'image', and PackedRewardTrainer takes no images"):
         trl_packfa.PackedRewardTrainer("no such model", args=PackedRewardConfig(str(tmp_path), **small),

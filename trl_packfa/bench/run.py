@@ -126,9 +126,9 @@ class Peak:
 
 
 def model_path(setup: Setup, folder: Path) -> str:
-    """Return the name or path of the model; save a preset with random weights first."""
+    """Return the name or path of the model; save a preset with random weights first. A folder of that name wins."""
     name = setup.bench.model or setup.args.model_name_or_path or ""
-    if name not in PRESETS:
+    if name not in PRESETS or Path(name).is_dir():
         return name
     kept = setup.bench.presets
     options = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,16 +173,27 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
     )
 
 
+def require_dataset(given: Any, *, name: str) -> None:
+    """Refuse what is no `Dataset` and no stream."""
+    if not isinstance(given, Dataset | IterableDataset):
+        what = f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(given).__name__}."
+        raise InvalidDataset(what, do=_how_to_load(given))
+
+
+def _how_to_load(given: Any) -> str:
+    if isinstance(given, dict):
+        return "Name one of its splits."
+    if isinstance(given, str | Path):
+        return f'Load it: datasets.load_dataset("json", data_files="{given}", split="train"), or by its Hub name.'
+    return "Make one: datasets.Dataset.from_list(rows), with a dictionary for each example."
+
+
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
     """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded."""
     train = given.get("train_dataset")
     if isinstance(train, Dataset) and not len(train):
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
-    if not isinstance(train, (Dataset, IterableDataset)):
-        raise InvalidDataset(
-            f"{trainer} takes a `Dataset` or a stream, but train_dataset is {type(train).__name__}.",
-            do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
-        )
+    require_dataset(train, name="train")
     if isinstance(train, IterableDataset):
         _refuse_policy(args, "a stream", "its pairs are not known before they are read, so TRL cuts or drops them")
     for name, dataset in named(train, given.get("eval_dataset")):

@@ -22,6 +22,7 @@ from ...collator import ROW_LENGTHS
 from ...errors import InvalidConfig, InvalidDataset
 from ..common.dataset import TEXT_COLUMNS, AnyDataset, tables
 from ..common.model_loading import EvalDataset
+from ..common.validation import require_dataset
 from .config import PackedSFTConfig
 
 
@@ -33,11 +34,7 @@ def prepares(args: PackedSFTConfig) -> bool:
 
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
     """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized."""
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise InvalidDataset(
-            f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(dataset).__name__}.",
-            do="Name one of its splits." if isinstance(dataset, dict) else "",
-        )
+    require_dataset(dataset, name=name)
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
