@@ -82,7 +82,7 @@ ON_THE_FLY = {"train_dataset": dataset().with_transform(lambda batch: batch)}
 REFUSED = {
     "an empty dataset": ({}, {"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
     "a list": ({}, {"train_dataset": [{"text": "1 2"}]}, InvalidDataset, r"not list(.|\n)*Dataset\.from_list\(rows\)"),
-    "a file": ({}, {"train_dataset": "my.jsonl"}, InvalidDataset, r'not str(.|\n)*data_files="my\.jsonl", split="train"'),
+    "a file": ({}, {"train_dataset": "my.jsonl"}, InvalidDataset, r"not str(.|\n)*data_files=\"my\.jsonl\""),
     "an unknown column": ({}, listed(a=1), InvalidDataset, r"\['a'\], which is no TRL format"),
     "text that is none": ({}, listed(text=7), InvalidDataset, "'text' .* holds int, expected str"),
     "a prompt alone": ({}, listed(prompt="1"), InvalidDataset, "no TRL format"),
