@@ -6,6 +6,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The suite runs one process per core; so do the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test takes the proof of another one.
+os.environ["TRL_PACKFA_CACHE"] = ""
 
 from pathlib import Path, PurePath
 

@@ -4,17 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from calls import watched
+from peft import LoraConfig
 from selection import in_full
 from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 
-from trl_packfa import api, patch
-from trl_packfa.exactness import proof_identity, reusable_proof, reuse
+from trl_packfa import api, check, patch
+from trl_packfa.exactness import keep_proof, machines_proof, proof_identity, reusable_proof, reuse
 from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.trainers.sft import exactness_gate as proving
 
@@ -77,6 +79,9 @@ def test_what_an_identity_is_made_of(monkeypatch):
         found.append(identity())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     found.append(identity())
+    hooked = patch(tiny.model(layers=1))
+    hooked.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    found.append(proof_identity(hooked))
     assert len({same, *found}) == len(found) + 1
 
 
@@ -106,6 +111,58 @@ def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
         path.write_text(text)
         assert reusable_proof(path.parent, identity) is None
     assert reusable_proof(tmp_path / "nowhere", identity) is None
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRL_PACKFA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "proofs"
+
+
+def proven(tmp_path, **options):
+    options = {"model": tiny.model(layers=2), **options}
+    trainer = packed_trainer(arguments(out=tmp_path, recheck=options.pop("recheck", False)), **options)
+    trainer.train()
+    return trainer
+
+
+def test_a_second_run_on_this_machine_is_not_proven_again(tmp_path, checks, kept):
+    first, second = proven(tmp_path), proven(tmp_path)
+    assert len(checks) == 1 and len(list(kept.iterdir())) == 1
+    assert second.exactness.taken_from.startswith("on this machine on 20") and not first.exactness.taken_from
+    assert second.exactness.is_exact and second.exactness.first_batch is not None  # its own first batch is proven
+    assert losses(first) == losses(second)
+
+
+def test_other_weights_another_adapter_and_recheck_are_proven(tmp_path, checks, kept):
+    proven(tmp_path)
+    other = tiny.model(layers=2)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    proven(tmp_path, model=other)
+    proven(tmp_path, peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    proven(tmp_path, recheck=True)
+    assert len(checks) == 4 and len(list(kept.iterdir())) == 3
+
+
+def test_nothing_is_kept_of_what_is_not_exact_nor_in_an_empty_folder(tmp_path, kept, monkeypatch):
+    model = patch(tiny.model(layers=1))
+    report = check(model)
+    for changed in ({"isolation": 1.0}, {"no_weight": "lm_head"}):
+        keep_proof(model, replace(report, identity="a", **changed))
+    assert not kept.exists()
+    keep_proof(model, replace(report, identity="a"))
+    assert machines_proof(model, "a").is_exact and machines_proof(model, "b") is None
+    monkeypatch.setenv("TRL_PACKFA_CACHE", "")
+    keep_proof(model, replace(report, identity="a"))
+    assert machines_proof(model, "a") is None
+
+
+def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, checks, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRL_PACKFA_CACHE", str(tmp_path / "file"))
+    assert proven(tmp_path).exactness.is_exact and proven(tmp_path).exactness.is_exact
+    assert len(checks) == 2
 
 
 def test_another_attention_implementation_is_proven_anew():

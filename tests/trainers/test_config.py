@@ -35,6 +35,7 @@ def test_every_field_of_trls_configs_is_there_with_help():
     assert own == {
         "loss_by", "loss_weighting", "max_tokens_per_microbatch", "fused_lora", "fused_kernels", "peak_tflops",
         "share_prefixes", "sequence_parallel", "expand_turns", "overflow", "check_packing", "attention_backend",
+        "recheck",
     }  # fmt: skip
     assert all(ours[name].metadata.get("help") for name in own)
 

@@ -10,6 +10,8 @@ from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of
 from .quiet import quiet as quiet
 from .report import ExactnessReport as ExactnessReport
+from .reuse import keep_proof as keep_proof
+from .reuse import machines_proof as machines_proof
 from .reuse import proof_identity as proof_identity
 from .reuse import reusable_proof as reusable_proof
 from .sharded_rows import ShardedRowProof as ShardedRowProof

@@ -76,7 +76,7 @@ class ExactnessReport:
         identity (`str`):
             Hash of everything that was proven; a resumed run compares it with its own. Empty without a trainer.
         taken_from (`str`):
-            Checkpoint from which a resumed run took this proof; empty if the proof is new.
+            Where an earlier proof was taken from, a checkpoint or this machine's cache; empty if the proof is new.
         versions (`dict[str, str]`):
             Versions of the libraries.
     """

@@ -1,4 +1,4 @@
-"""Reuse the proof in a checkpoint, for a run that is the same in everything that the proof depends on."""
+"""Reuse a proof, of a checkpoint or of this machine, for a run that is the same in all that the proof depends on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import astuple, fields, replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import figure
 from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
@@ -22,6 +24,8 @@ from .report import ExactnessReport
 from .subject import device_of
 
 _PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
+# Environment variable with the folder of kept proofs; empty: keep none. Default: `trl-packfa` in the user's cache.
+CACHE = "TRL_PACKFA_CACHE"
 # Environment variables that also choose kernels.
 _ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 # Config fields that do not affect the computation.
@@ -60,8 +64,51 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
 
 def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
     """Return the report beside a checkpoint if a model of this identity was proven exact, else `None`."""
+    return _read(Path(checkpoint) / "exactness_report.json", identity, f"before {Path(checkpoint).name}")
+
+
+def machines_proof(model: nn.Module, identity: str) -> ExactnessReport | None:
+    """Return the report of an earlier run on this machine, of the same identity and weights; else `None`."""
+    path = _kept(model, identity)
+    if path is None or not path.is_file():
+        return None
+    day = datetime.fromtimestamp(path.stat().st_mtime).date()
+    return _read(path, identity, f"on this machine on {day} (recheck=True checks again)")
+
+
+@figure("proof kept for the next run")
+def keep_proof(model: nn.Module, report: ExactnessReport) -> None:
+    """Keep a report for later runs on this machine, if it is exact without a reservation."""
+    path = _kept(model, report.identity)
+    if path is not None and report.is_exact and not report.no_weight:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(report.to_dict()), encoding="utf-8")
+        os.replace(partial, path)  # another process may read it
+
+
+def _kept(model: nn.Module, identity: str) -> Path | None:
+    """Return the file of a proof in the user's cache; `None` if proofs are not kept."""
+    folder = os.environ.get(CACHE)
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl-packfa"
+    if not str(folder):
+        return None
+    key = hashlib.sha256(identity.encode() + _some_values(model)).hexdigest()[:32]
+    return Path(folder) / "proofs" / f"{key}.json"
+
+
+def _some_values(model: nn.Module) -> bytes:
+    """Read eight values of each frozen parameter, or of each if all train: what tells weights from others."""
+    parameters = list(model.parameters())
+    frozen = [p for p in parameters if not p.requires_grad] or parameters
+    some = [p.detach().flatten()[:: max(p.numel() // 8, 1)][:8].float() for p in frozen if p.numel()]
+    return torch.cat([values.cpu() for values in some]).numpy().tobytes()
+
+
+def _read(path: Path, identity: str, taken_from: str) -> ExactnessReport | None:
     try:
-        saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
         # JSON of another version may have more or fewer fields, and tuples are lists there.
         values = {field.name: saved[field.name] for field in fields(ExactnessReport) if field.name in saved}
         report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
@@ -71,17 +118,18 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
         return None
     # This run has a first batch of its own.
     own = dict.fromkeys(("first_batch", "first_batch_allowed", "head", "head_allowed"))
-    return replace(report, taken_from=Path(checkpoint).name, **own)
+    return replace(report, taken_from=taken_from, **own)
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """Return settings that a module's config dictionary lacks: implementations, and activation checkpointing."""
+    """Return what a module's config dictionary lacks: implementations, activation checkpointing, and hooks."""
     config = own_config(module)
     config = vars(config).get("trl_packfa_source", config) if config is not None else None
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
     again = vars(module).get("gradient_checkpointing", False)
     how = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {}) if again else ""
-    return [*chosen, str(again), str(how)]
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    return [*chosen, str(again), str(how), *(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)]
 
 
 def _told(config: Any) -> dict[str, str]:

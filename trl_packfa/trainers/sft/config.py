@@ -19,10 +19,11 @@ LOSS_WEIGHTINGS = ("token", "example")
 
 @dataclass
 class PackedSFTConfig(CommonConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and twelve of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and thirteen of our own.
 
     Ours are `max_tokens_per_microbatch`, `overflow`, `expand_turns`, `share_prefixes`, `loss_weighting`, `loss_by`,
-    `sequence_parallel`, `check_packing`, `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
+    `sequence_parallel`, `check_packing`, `recheck`, `attention_backend`, `fused_lora`, `fused_kernels` and
+    `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -94,6 +95,13 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             "help": "Number of processes that share each row, so that each holds a part of its tokens. Such a group "
             "has the batches that one process has otherwise. It must divide the number of processes and the model's "
             "attention heads."
+        },
+    )
+    recheck: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the exactness check although an earlier run on this machine has proven the same: model, "
+            "weights, adapter, settings, versions, device."
         },
     )
     peak_tflops: float | None = field(

@@ -19,6 +19,8 @@ from ...exactness import (
     check,
     check_batch,
     check_sharded_row,
+    keep_proof,
+    machines_proof,
     proof_identity,
     reusable_proof,
 )
@@ -60,12 +62,11 @@ class ExactnessGate:
             )
         self.switch_checkpointing(model)
         identity = self._identity()
-        if checkpoint is not None:
-            saved = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
-            if saved is not None:
-                logger.info("trl-packfa: %s; nothing has changed since %s", saved, saved.taken_from)
-                self.report = saved
-                return saved
+        saved = from_main_rank(self.accelerator, lambda: self._proven_before(checkpoint, identity))
+        if saved is not None:
+            logger.info("trl-packfa: %s; proven %s, nothing has changed since", saved, saved.taken_from)
+            self.report = saved
+            return saved
         proven = self._proven_by_patch() if engine is model else None
         # All ranks must make the same calls.
         everywhere: Any = self.accelerator.gather(torch.tensor([proven is not None], device=self.accelerator.device))
@@ -76,15 +77,33 @@ class ExactnessGate:
             assert proven is not None
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
         self.report = self._with_sharded_rows(replace(proven, identity=identity), engine)
+        if self._is_kept and self.accelerator.is_main_process:
+            keep_proof(model, self.report)
         return self.report
 
+    @property
+    def _is_kept(self) -> bool:
+        """`True` if the proof serves later runs on this machine: of one process, whose weights are whole."""
+        return self.accelerator.num_processes == 1
+
+    def _proven_before(self, checkpoint: str | None, identity: str) -> ExactnessReport | None:
+        """Return the report of the checkpoint to resume from, or of an earlier run on this machine."""
+        if checkpoint is not None and (saved := reusable_proof(checkpoint, identity)) is not None:
+            return saved
+        known = self._is_kept and not self.args.recheck
+        return machines_proof(self.trainer.model, identity) if known else None
+
     def tell(self, report: ExactnessReport) -> None:
-        """Tell the verdict of a check that has just run."""
-        how = f"; proven before {report.taken_from}" if report.taken_from else f", in {report.seconds:.0f} s"
+        """Tell the verdict of the check before a run."""
+        if report.taken_from:
+            tell(
+                self.args, f"exactness check: {report.verdict}, proven {report.taken_from}; nothing has changed since"
+            )
+            return
         tell(
             self.args,
-            f"exactness check: {report.verdict}{how}. Packed documents differ by {report.parity:.1e} from the same "
-            f"alone; in a row without boundaries by {report.control:.1e}",
+            f"exactness check: {report.verdict}, in {report.seconds:.0f} s. Packed documents differ by "
+            f"{report.parity:.1e} from the same alone; in a row without boundaries by {report.control:.1e}",
         )
 
     def _on_this_run(self) -> dict[str, Any]:

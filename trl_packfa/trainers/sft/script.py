@@ -190,10 +190,8 @@ def _show(trainer: PackedSFTTrainer) -> None:
 def _show_proof(proof: ExactnessReport) -> None:
     """Print the verdict of the exactness check and its measurements."""
     if proof.taken_from:
-        print(
-            f"exactness check: {proof.verdict}, proven before {proof.taken_from}; nothing has changed since",
-            flush=True,
-        )
+        said = f"exactness check: {proof.verdict}, proven {proof.taken_from}; nothing has changed since"
+        print(said, flush=True)
         return
     print(f"exactness check: {proof.verdict}, in {proof.seconds:.0f} s", flush=True)
     print_table(proof.rows())
