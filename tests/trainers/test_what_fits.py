@@ -2,7 +2,9 @@
 
 import logging
 from functools import partial
+from pathlib import Path
 
+import memory_table
 import pytest
 import tiny
 import torch
@@ -104,3 +106,9 @@ def test_the_trainer_says_it(on_gpu, caplog, monkeypatch):
     assert "the frozen weights are float32 (TRL's default)" in caplog.text
     assert ("gradient checkpointing can be off: est." in caplog.text) == on_gpu
     assert trainer.args.gradient_checkpointing
+
+
+def test_the_table_of_memory_is_that_of_the_estimate():
+    page = (Path(__file__).parents[2] / "docs" / "getting_started.md").read_text(encoding="utf-8")
+    block = page.split("<!-- generated: python tools/memory_table.py -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == memory_table.table()

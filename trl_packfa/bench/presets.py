@@ -30,6 +30,7 @@ _SHAPES = {
     "tiny": ("llama", 64, 128, 2, 4, 2, 512, False),
     "cpu-reference": ("llama", 512, 1408, 8, 8, 8, 16_384, False),
     "llama-3.2-1b": ("llama", 2048, 8192, 16, 32, 8, 128_256, True),
+    "llama-3.2-3b": ("llama", 3072, 8192, 28, 24, 8, 128_256, True),
     "llama-3-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, False),
     "mistral-7b": ("mistral", 4096, 14_336, 32, 32, 8, 32_768, False),
     "granite-8b": ("granite", 4096, 12_800, 40, 32, 8, 49_159, True),

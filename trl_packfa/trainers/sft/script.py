@@ -174,6 +174,8 @@ def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
     print(f"{', '.join(saved)}: {folder}")
     if adapter:
         print(f"to merge the adapter into the base model: trl-packfa merge {folder} FOLDER")
+    where = "FOLDER" if adapter else folder
+    print(f"to talk to it: transformers serve {where}, and in another terminal transformers chat {where}")
 
 
 def _show(trainer: PackedSFTTrainer) -> None:
