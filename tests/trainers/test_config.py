@@ -27,6 +27,16 @@ def test_without_a_gpu_float32_is_meant(monkeypatch):
         PackedSFTConfig("out")
 
 
+def test_emulated_bfloat16_is_none(monkeypatch):
+    """transformers counts the emulation of a T4."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: "cuda")
+    with pytest.raises(InvalidConfig, match=r"this cuda has no bfloat16(.|\n)*fp16=True"):
+        PackedSFTConfig("out")
+
+
 def test_every_field_of_trls_configs_is_there_with_help():
     ours = {f.name: f for f in dataclasses.fields(PackedSFTConfig)}
     for theirs in (SFTConfig, ModelConfig):

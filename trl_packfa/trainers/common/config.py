@@ -182,7 +182,7 @@ def _settle_precision(args: Any) -> None:
     """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision."""
     if args.bf16 is not None or args.fp16 or args.use_cpu:
         return
-    if is_torch_bf16_gpu_available() or is_torch_xla_available():
+    if _has_bfloat16():
         return
     if torch.accelerator.is_available():
         raise InvalidConfig(
@@ -190,6 +190,13 @@ def _settle_precision(args: Any) -> None:
             do="Pass fp16=True, or bf16=False to train in float32.",
         )
     args.bf16 = False
+
+
+def _has_bfloat16() -> bool:
+    """Tell whether the device computes in bfloat16. Turing GPUs (T4) emulate it, many times slower than float16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
 def _settle_loading(args: Any) -> None:
