@@ -24,7 +24,7 @@ def on_files(files: Any, config: Any, **kwargs: Any) -> Any:
 def home(readme: str) -> str:
     """Return README with its links as the site has them: pages of docs/ beside it, other files on GitHub."""
     other = re.sub(r"\]\((?!https?://|#|docs/)", f"]({_FILES}", readme)
-    return other.replace("](docs/", "](")
+    return other.replace("](docs/", "](").replace('src="docs/', 'src="')
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:

@@ -105,6 +105,7 @@ def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
 def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
     """Draw one row on matplotlib axes, from the (number of tokens, is padding) of each document."""
     from matplotlib.patches import Polygon, Rectangle
+    from matplotlib.ticker import MaxNLocator
 
     end, total = 0, sum(tokens for tokens, _ in row)
     for i, (tokens, padding) in enumerate(row):
@@ -118,6 +119,8 @@ def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None)
         axes.add_patch(Rectangle((begin, -0.03 * total), tokens, 0.02 * total, facecolor=colour, edgecolor="none"))
     axes.set(xlim=(0, total), ylim=(total, -0.03 * total), aspect="equal")
     axes.set(xlabel="token attended to", ylabel="token that attends")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, integer=True))
     documents = sum(not padding for _, padding in row)
     axes.set_title(f"{documents} documents, {total:,} tokens", fontsize=10)
 

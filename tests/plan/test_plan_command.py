@@ -17,6 +17,7 @@ from trl_packfa.cli.main import main
 from trl_packfa.plan.gather import lengths_from_file
 from trl_packfa.plan.page import render
 from trl_packfa.plan.run import make_plan, read_shape
+from trl_packfa.plan.terminal import headline
 
 pytest.importorskip("matplotlib")
 
@@ -30,6 +31,10 @@ def test_the_page_stands_alone(tmp_path, saved):
     assert outside == []
     found = re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1))
     assert found != [], "the search finds some"
+    number, what = headline(plan)
+    assert page.index(f"<b>{number}</b>") < page.index("<svg") < page.index("<table"), "the most important first"
+    assert number == f"{plan.speed_up(plan.chosen):.2f} times" and what.endswith("padded batches are padding")
+    assert "prefers-color-scheme: dark" in page and "#000000" not in page
     assert all(sentence.split("'")[0] in page for sentence in plan.advice)
 
 

@@ -288,19 +288,24 @@ def test_a_page_lists_the_backends():
     assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}
 
 
-def test_readmes_picture_shows_the_measured_figures(tmp_path):
-    from draw_table2 import draw, figures
+def test_readmes_pictures_show_the_measured_figures(tmp_path):
+    from draw_gains import GAINS, MASK, draw, gains
 
-    report = json.loads((ROOT / "benchmarks" / "results" / "table2.json").read_text())
-    padded, packed = figures(report).values()
-    picture = ROOT / "docs" / "images" / "padded_and_packed.svg"
-    for value in (padded["minutes"], packed["minutes"], padded["gigabytes"], packed["gigabytes"]):
-        assert f">{value:.1f}<" in picture.read_text() and f"{value:.1f} " in README
-    assert f"a held-out loss of {padded['loss']:.4f}" in README and padded["loss"] == packed["loss"]
-    assert picture.stat().st_size < 100_000
+    folder = ROOT / "docs" / "images"
+    picture = (folder / GAINS).read_text()
+    for gain in gains():
+        assert f">{gain.times}<" in picture and gain.times in README
+        assert all(f">{value:.1f}<" in picture and f"{value:.1f}" in README for value in gain.memory)
+    sides = json.loads((ROOT / "benchmarks" / "results" / "table2.json").read_text())["sides"]
+    losses = {side["side"]: side["validation_loss"] for side in sides}
+    assert losses["padding"] == losses["step"] and f"a held-out loss of {losses['step']:.4f}" in README
     pytest.importorskip("matplotlib")
-    draw(report, tmp_path / "again.svg")
-    assert ">8.4<" in (tmp_path / "again.svg").read_text()
+    draw(tmp_path)
+    for name in (GAINS, MASK):
+        assert (folder / name).stat().st_size < 100_000
+        assert re.findall(">[^<]+</text>", (tmp_path / name).read_text()) == re.findall(
+            ">[^<]+</text>", (folder / name).read_text()
+        )
 
 
 def test_readme_is_one_page():

@@ -19,25 +19,33 @@ from .terminal import LABELS, gpus
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TRUE, _PADS, _GREY = "#2a6f97", "#e9b872", "#8a8a8a"
+# Each colour has one meaning on the page.
+_TRUE, _PADS, _WARNING = "#2a6f97", "#e9b872", "#c44536"
+_STRATEGIES = {PADDED.name: "#b5bdc4", MINIBATCH.name: "#7f8f9b", STEP.name: "#4c956c"}
+_OTHER_STRATEGY = "#8fb996"
 _PARTS = {
-    "weights": "#2a6f97",
-    "adapter": "#4c956c",
-    "gradients": "#9b5de5",
-    "optimizer": "#c44536",
-    "activations": "#e9b872",
-    "logits": "#6c757d",
+    "weights": "#5e548e",
+    "adapter": "#9f86c0",
+    "gradients": "#be95c4",
+    "optimizer": "#e0b1cb",
+    "activations": "#6d597a",
+    "logits": "#c9c5cb",
 }
 _BINS = 60
+# Units of tokens, of which a bar has five or more.
+_UNITS = ((1e9, "billions of tokens"), (1e6, "millions of tokens"), (1e3, "thousands of tokens"), (1, "tokens"))
 
 
 def figures(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the caption and the SVG of each plot; raise [`MissingPackage`] if matplotlib is not installed."""
+    """Yield the caption and the SVG of each plot, the two that matter most first.
+
+    Raise [`MissingPackage`] if matplotlib is not installed.
+    """
     matplotlib = require_matplotlib("--html")
     style = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
     with matplotlib.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
-        yield "Documents by length, before anything is cut.", _svg(_lengths(plan))
         yield "What an epoch computes: true tokens and pads.", _svg(_tokens(plan))
+        yield "Documents by length, before anything is cut.", _svg(_lengths(plan))
         yield "Optimizer steps of an epoch. Fewer steps change the training.", _svg(_steps(plan))
         yield "How long ranks wait for each other: 1 means no waiting.", _svg(_waiting(plan))
         if plan.memory:
@@ -49,11 +57,22 @@ def figures(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    # The page's colours show through, in the dark as well.
+    figure.savefig(
+        text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     # A fixed size in points would not shrink with the window. `viewBox` keeps the proportions.
     return re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
+
+
+def _whole(axis: Any) -> None:
+    """Let an axis count in whole units."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def _axes(height: float = 3.2) -> tuple[Figure, Any]:
@@ -74,10 +93,11 @@ def _lengths(plan: Plan) -> Figure:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     axes.xaxis.set_minor_formatter(NullFormatter())
+    _whole(axes.yaxis)
     if limit is not None:
-        axes.axvline(limit, color="#c44536", linewidth=1)
+        axes.axvline(limit, color=_WARNING, linewidth=1)
         axes.annotate(f"max_length {limit:,}", (limit, 1), xycoords=("data", "axes fraction"), rotation=90,
-                      xytext=(3, -4), textcoords="offset points", va="top", color="#c44536", fontsize=8)  # fmt: skip
+                      xytext=(3, -4), textcoords="offset points", va="top", color=_WARNING, fontsize=8)  # fmt: skip
     return figure
 
 
@@ -94,10 +114,12 @@ def _tokens(plan: Plan) -> Figure:
     epochs = [plan.outcomes[name].epoch() for name in names]
     true = np.array([epoch.tokens for epoch in epochs], dtype=float)
     pads = true / (1 - np.array([epoch.padding for epoch in epochs])) - true
-    axes.barh(range(len(names)), true, color=_TRUE, label="true tokens")
-    axes.barh(range(len(names)), pads, left=true, color=_PADS, label="pads")
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:,g} M")
-    axes.legend(frameon=False, loc="lower right")
+    unit, word = next((u, w) for u, w in _UNITS if (true + pads).max() >= 5 * u or u == 1)
+    axes.barh(range(len(names)), true / unit, color=_TRUE, label="true tokens")
+    axes.barh(range(len(names)), pads / unit, left=true / unit, color=_PADS, label="pads")
+    axes.set_xlabel(word)
+    _whole(axes.xaxis)
+    figure.legend(frameon=False, ncols=2, fontsize=8, loc="outside upper center")
     return figure
 
 
@@ -105,11 +127,12 @@ def _steps(plan: Plan) -> Figure:
     figure, axes, names = _bars(plan)
     steps = [plan.outcomes[name].epoch().steps for name in names]
     fewer = [plan.outcomes[name].strategy.fills_rows for name in names]
-    colours = ["#c44536" if few and count < steps[0] else _TRUE for few, count in zip(fewer, steps, strict=True)]
+    colours = [_WARNING if few and count < steps[0] else _TRUE for few, count in zip(fewer, steps, strict=True)]
     bars = axes.barh(range(len(names)), steps, color=colours)
     axes.bar_label(bars, [f"{count:,}" for count in steps], padding=3)
     axes.set_xmargin(0.15)
     axes.set_xlabel("optimizer steps")
+    _whole(axes.xaxis)
     return figure
 
 
@@ -122,7 +145,7 @@ def _waiting(plan: Plan) -> Figure:
         values = [plan.outcomes[name].epochs[n].imbalance for n in ranks]
         width = 0.8 / len(shown)
         at = np.arange(len(ranks)) + (i - (len(shown) - 1) / 2) * width
-        bars = axes.bar(at, values, width, label=name, color=[_PADS, _GREY, _TRUE, "#c44536"][i])
+        bars = axes.bar(at, values, width, label=name, color=_STRATEGIES.get(name, _OTHER_STRATEGY))
         axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=2)
     axes.set_xticks(range(len(ranks)), [gpus(n) for n in ranks])
     axes.axhline(1, color="black", linewidth=0.6)
@@ -142,6 +165,7 @@ def _memory(plan: Plan) -> Figure:
     axes.bar_label(bars, [f"{total:.1f}" for total in begin], padding=3)
     axes.set_xmargin(0.1)
     axes.set_xlabel("GB")
+    _whole(axes.xaxis)
     figure.legend(frameon=False, ncols=3, fontsize=8, loc="outside upper center")
     return figure
 

@@ -64,6 +64,13 @@ def heading(plan: Plan) -> str:
     return f"{plan.source.name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens ({shown})"
 
 
+def headline(plan: Plan) -> tuple[str, str]:
+    """Return the number that matters most, and what it says: the predicted speed of the chosen strategy."""
+    chosen, padding = plan.chosen, plan.padded.epoch().padding
+    what = f"as fast as padded training, predicted for '{chosen.strategy.name}': {padding:.0%} of the places of the "
+    return f"{plan.speed_up(chosen):.2f} times", f"{what}padded batches are padding"
+
+
 def is_chosen(row: Row) -> bool:
     """Tell whether a row is about the chosen strategy."""
     return row[0][1].endswith("*")
