@@ -79,8 +79,7 @@ def draw(folder: Path) -> None:
     speed.invert_yaxis()
     figure.legend(*speed.get_legend_handles_labels(), frameon=False, ncols=2, loc="outside upper center")
     _save(figure, folder / GAINS)
-    row = plot(PackedLayout.from_lengths(_DOCUMENTS))
-    row.set_size_inches(4.2, 4.2)
+    row: Any = plot(PackedLayout.from_lengths(_DOCUMENTS))  # a figure, without a path
     _save(row, folder / MASK)
 
 
