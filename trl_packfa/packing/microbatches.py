@@ -12,9 +12,10 @@ import numpy as np
 
 from .best_fit import best_fit_decreasing
 
-# The most exchanges that are tried. A step's few hundred documents are level long before. Parts count as level if the
-# costliest is within a thousandth of the mean, or is as cheap as the longest document allows.
-_EXCHANGES = 200
+# The most exchanges that are tried, and the number of cheapest parts whose documents are tried. A step's few hundred
+# documents are level long before. Parts count as level if the costliest is within a thousandth of the mean, or is as
+# cheap as the longest document allows.
+_EXCHANGES, _OTHERS = 200, 32
 _LEVEL = 1.001
 
 
@@ -43,12 +44,22 @@ def recut(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     cost = document_cost(lengths, quadratic) if cost is None else cost
-    assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
-    parts = _level(longest_first(cost, num_micro_batches), cost, lengths, budget)
+    parts = _cut(lengths, cost, budget, num_micro_batches)
+    assert parts is not None, f"infeasible: {len(lengths)} documents, {num_micro_batches} micro-batches"
+    return parts
+
+
+def _cut(lengths: np.ndarray, cost: np.ndarray, budget: int, count: int) -> list[list[int]] | None:
+    """Cut documents into `count` parts within the budget; return `None` if best fit needs more."""
+    if count > len(lengths):
+        return None
+    parts = _level(longest_first(cost, count), cost, lengths, budget)
     if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
         # The parts are level in cost, but one is too full. Best fit is less level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
-        while len(parts) < num_micro_batches:
+        if len(parts) > count:
+            return None
+        while len(parts) < count:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
             documents = parts.pop(widest)
             parts += [[documents[i] for i in half] for half in longest_first(cost[documents], 2)]
@@ -83,10 +94,13 @@ def recut_over_ranks(
 
 def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
     """Return the parts that run at the same time, one for each rank, of similar cost; the costliest round first."""
-    # If 2 ranks need at least 5 micro-batches, there are 3 rounds of 2. Cut into 6 parts, so that no rank is idle.
-    rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
-    count = min(rounds * world_size, len(lengths))
-    parts = recut(lengths, budget=budget, num_micro_batches=count, cost=cost)
+    # If 2 ranks need at least 5 micro-batches, there are 3 rounds of 2. Cut into 6 parts, so that no rank is idle. The
+    # tokens alone tell the least number; where no cut into so few is found, best fit tells one that there is.
+    rounds = -(-int(lengths.sum()) // (budget * world_size))
+    parts = _cut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
+    if parts is None:
+        rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
+        parts = recut(lengths, budget=budget, num_micro_batches=min(rounds * world_size, len(lengths)), cost=cost)
     parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
     return [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
 
@@ -149,7 +163,7 @@ def longest_first(cost: np.ndarray, parts: int, *, most: int | None = None) -> l
 
 
 def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Exchange documents between the costliest part and others, as long as it gets cheaper and all fit.
+    """Exchange documents between the costliest part and the cheapest ones, as long as it gets cheaper and all fit.
 
     Each time it is the exchange after which the costlier of the two parts is cheapest.
     """
@@ -163,8 +177,11 @@ def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit:
             break
         # One column for each document that may come back, and one for none (-1). For parts [[0, 1], [2]] and top 0,
         # part_of is [1, 1] and comes is [2, -1].
-        part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
-        comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
+        others = range(len(parts))
+        if len(parts) > _OTHERS + 1:
+            others = np.sort(np.argpartition(totals, _OTHERS)[:_OTHERS]).tolist()
+        part_of = np.concatenate([np.full(len(parts[i]) + 1, i) for i in others if i != top])
+        comes = np.concatenate([[*parts[i], -1] for i in others if i != top]).astype(np.int64)
         leaves = np.array(parts[top])
         # moved[i, j] is the cost that moves if document i of the costliest part is exchanged for document j.
         moved = cost[leaves][:, None] - np.where(comes >= 0, cost[comes], 0.0)

@@ -345,10 +345,12 @@ def origins_of_steps(
     each example and the number of its padded micro-batch.
     """
     _, numbers = np.unique(groups, return_inverse=True)
-    of_group = [lengths[numbers == number] for number in range(numbers.max() + 1)]
+    tokens, longest = (np.zeros(int(numbers.max()) + 1, dtype=np.int64) for _ in range(2))
+    np.add.at(tokens, numbers, lengths)
+    np.maximum.at(longest, numbers, lengths)
     # Example: 8 padded micro-batches run in 2 rounds on 2 ranks. TRL averages over rounds and ranks, so it divides by
     # 4 instead of 8. Then the share is 4 / 8.
-    share = len(dealt[0]) * len(dealt) / len(of_group)
+    share = len(dealt[0]) * len(dealt) / len(tokens)
     found = []
     for index, part in enumerate(dealt[rank]):
         # Number the padded micro-batches that any rank runs now from 0. If they are 5 and 9, examples of 9, 5, 9 get
@@ -358,8 +360,8 @@ def origins_of_steps(
             Origins(
                 sizes=tuple(lengths[part].tolist()),
                 groups=tuple(np.searchsorted(here, numbers[part]).tolist()),
-                tokens=tuple(int(of_group[number].sum()) for number in here),
-                longest=tuple(int(of_group[number].max()) for number in here),
+                tokens=tuple(tokens[here].tolist()),
+                longest=tuple(longest[here].tolist()),
                 share=share,
                 shared=len(dealt) > 1,
             )

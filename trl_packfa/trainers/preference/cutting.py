@@ -69,7 +69,9 @@ class PairSlot(Slot):
         super().__init__([collate([examples[i] for i in part.pairs]) for part in self.parts], imbalance)
         self.examples, self.lengths = examples, lengths
         self.padded = [np.flatnonzero(groups == group).tolist() for group in own]
-        self.widths = np.array([longest[groups == group].max() for group in groups])
+        widest = np.zeros(int(groups.max()) + 1, dtype=longest.dtype)
+        np.maximum.at(widest, groups, longest)
+        self.widths = widest[groups]
 
 
 class PairCutter(Cutter):
