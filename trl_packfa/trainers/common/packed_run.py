@@ -167,6 +167,11 @@ class PackedRun(Base):
         slot = self._cutter.cut(batches, self.data_collator)
         return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count a batch's operations as the Trainer does, which walks all parameters; an idle slot has none."""
+        idle = isinstance(inputs, Slot) and not inputs.micro_batches
+        return 0 if idle else super().floating_point_ops(inputs)
+
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count a batch as the Trainer does. Without a mask the Trainer would tell pads by their id."""
         if self.args.include_num_input_tokens_seen == "non_padding" and "input_ids" in inputs:
