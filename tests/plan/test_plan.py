@@ -31,6 +31,7 @@ from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, fitting_table, tables
 from trl_packfa.trainers.common.batching import Batching
+from trl_packfa.trainers.sft import epoch_plan
 from trl_packfa.trainers.sft.epoch_plan import plan_epoch
 from trl_packfa.trainers.sft.memory import estimate, layer_bytes
 
@@ -310,3 +311,19 @@ def test_a_table_shows_every_figure_at_each_width(tmp_path, saved, width):
         wide.print(fitting_table(title, rows, Console(width=1000)))
         lost += "…" in wide.file.getvalue()
     assert lost, "a table of many columns does not fit into 80 characters"
+
+
+def test_construction_deals_a_bounded_number_of_documents(monkeypatch):
+    """At 1,024 ranks a hundred steps took minutes. The sampled steps tell the same to a few per cent."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(5.3, 1, 400_000), 2048).astype(np.int64) + 1
+    dealt, deal = [], epoch_plan.Batching.recut
+    monkeypatch.setattr(
+        epoch_plan.Batching, "recut", lambda self, step, **given: dealt.append(step.size) or deal(self, step, **given)
+    )
+    found = {}
+    for ranks, accumulation in ((1, 4), (1024, 4)):
+        dealt.clear()
+        found[ranks] = plan_epoch(lengths, Batching(STEP, 4, accumulation, ranks, 2048))
+        assert sum(dealt) <= max(epoch_plan._DOCUMENTS, 4 * ranks * accumulation * epoch_plan._FEWEST)
+        assert 1 < len(dealt) <= 100
+    assert len(dealt) == epoch_plan._DOCUMENTS // (1024 * 16) and found[1024].tokens == found[1].tokens

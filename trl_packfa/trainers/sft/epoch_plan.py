@@ -19,8 +19,8 @@ from ..common.batching import FREE, Batching
 from .config import PackedSFTConfig
 
 # Number of evenly spaced steps, or rounds of rows, that are sampled from a longer epoch. Means over them are within a
-# few per cent.
-_SAMPLED = 100
+# few per cent. Of large steps fewer are cut, so that construction takes seconds on any number of ranks.
+_SAMPLED, _FEWEST, _DOCUMENTS = 100, 4, 200_000
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Round
     """Measure the steps after the examples of each are re-cut into fewer, fuller micro-batches over all ranks."""
     budget, micro_batches = batching.micro_batch_tokens(lengths), []
     starts = range(0, len(drawn), batching.accumulation)
-    sampled = _sample(starts)
+    sampled = _sample(starts, most=max(_DOCUMENTS // max(drawn[: batching.accumulation].size, 1), _FEWEST))
     for start in sampled:
         dealt = batching.recut(drawn[start : start + batching.accumulation], budget=budget)
         micro_batches += [list(round_) for round_ in zip(*dealt, strict=True)]
@@ -142,10 +142,9 @@ def _measured(micro_batches: list[list[np.ndarray]], batching: Batching, *, of: 
     return _Rounds(true, computed, cost.reshape(shape) + computed - true, of)
 
 
-def _sample(of: Sequence) -> Sequence:
-    if len(of) <= _SAMPLED:
-        return of
-    return [of[i] for i in np.linspace(0, len(of) - 1, _SAMPLED).astype(int)]
+def _sample(of: Sequence, most: int = _SAMPLED) -> Sequence:
+    most = min(most, _SAMPLED)
+    return of if len(of) <= most else [of[i] for i in np.linspace(0, len(of) - 1, most).astype(int)]
 
 
 def _ratio(part: float, whole: float) -> float:
