@@ -96,6 +96,7 @@ def test_a_step_runs_its_products_and_trains_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bound_is_a_side_of_the_benchmark(lengths_file, tmp_path):
     """With the tokens of the step that it bounds; the strategies of `trl-packfa bench` stay as they are."""
     output = tmp_path / "bench.json"

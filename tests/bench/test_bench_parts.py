@@ -55,6 +55,7 @@ def test_a_mix_that_does_not_exist_is_refused_before_anything_is_measured(monkey
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
     sides = ["sdpa", TRANSFORMERS, "flex"]
     rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=sides, heads=Heads(4, 1, 32), repeats=1)

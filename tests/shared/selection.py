@@ -27,12 +27,13 @@ def exhaustive(*values):
     return [pytest.param(*(value if isinstance(value, tuple) else [value]), marks=EXHAUSTIVE) for value in values]
 
 
-def one_of_each(names, kinds):
-    """Mark all but the first name of each kind to run in `make test-exhaustive` only."""
+def one_of_each(names, kinds, *, slow=()):
+    """Mark all but the first name of each kind to run in `make test-exhaustive` only, and those that take longest."""
     seen = set()
     for name in names:
-        is_first = kinds[name] not in seen
-        seen.add(kinds[name])
+        is_first = kinds[name] not in seen and name not in slow
+        if is_first:
+            seen.add(kinds[name])
         yield pytest.param(name, marks=() if is_first else EXHAUSTIVE)
 
 

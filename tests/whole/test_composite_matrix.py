@@ -17,7 +17,11 @@ KINDS = {name: tuple(map(result.get, ("verdict", "level", "blocks", "images")))
          for name, result in composites()["types"].items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", one_of_each(composite_types(), KINDS))
+# Ten seconds and more each.
+SLOW = ("deepseek_vl_hybrid", "diffusion_gemma", "gemma4", "inkling2", "inkling_mm_model", "mistral_large4", "omniasr")
+
+
+@pytest.mark.parametrize("model_type", one_of_each(composite_types(), KINDS, slow=SLOW))
 def test_running_gives_what_is_committed(model_type):
     committed = composites()["types"][model_type]
     if committed["verdict"] == "not built":
@@ -31,7 +35,7 @@ def test_running_gives_what_is_committed(model_type):
 EXACT = {name: KINDS[name][1] for name, result in composites()["types"].items() if result["verdict"] == "exact"}
 
 
-@pytest.mark.parametrize("model_type", one_of_each(EXACT, EXACT))
+@pytest.mark.parametrize("model_type", one_of_each(EXACT, EXACT, slow=SLOW))
 def test_two_steps_in_the_trainer_are_the_padded_ones(model_type):
     found = matrix.train_type(model_type)
     assert trainer_runs.trains_as_padded(found) and found["saved"] > 0, found

@@ -88,7 +88,11 @@ def test_the_table_for_people_and_for_programs(capsys):
 KINDS = {name: kind_of(results()[name]) for name in all_types()}
 
 
-@pytest.mark.parametrize("model_type", one_of_each(all_types(), KINDS))
+# Ten seconds and more each.
+SLOW = ("bailing_hybrid", "inkling2_loop_text", "qwen4_exp", "rwkv")
+
+
+@pytest.mark.parametrize("model_type", one_of_each(all_types(), KINDS, slow=SLOW))
 def test_running_gives_what_is_committed(model_type):
     found = measured(model_type)
     assert_is_what_is_committed(found)
