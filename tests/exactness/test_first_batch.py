@@ -3,12 +3,14 @@
 import pytest
 import tiny
 import torch
+from calls import watched
 from faults import wrap
 from selection import in_full
 from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
+from trl_packfa import DataCollatorForPacking
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
 from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
@@ -57,12 +59,29 @@ def test_the_proof_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_the_compared_documents_are_as_many_on_every_rank():
-    assert first_batch._choose([0, 3, 9, 2, 5, 0]) == [2, 1, 4, 3, 1, 1, 1, 1]
-    assert first_batch._choose([0, 7]) == [1] * 8
-    assert first_batch._choose([0, 0]) == [0] * 8
-    many = first_batch._choose(range(40))
-    assert len(set(many)) == 8 and {1, 39} < set(many)
+def test_the_compared_documents_are_the_extremes_and_some_between_within_a_share_of_the_tokens():
+    assert first_batch._choose([0, 3, 9, 2, 5, 0], [10] * 6) == [2, 1]
+    assert first_batch._choose([0, 7], [1, 8]) == [1] and first_batch._choose([0, 0], [1, 1]) == [0]
+    many = first_batch._choose(range(40), range(1, 41))
+    assert len(set(many)) == len(many) == 8 and {1, 39} < set(many)
+    # Rounding is measured on the first ones: short, but with eight trained tokens.
+    assert many[:3] == sorted(many[:3]) and min(many[:3]) >= 8 > min(many)
+    even = first_batch._choose([30] * 20, [30] * 20)
+    assert len(even) == 8 and sum([30] * len(even)) <= 0.4 * 600
+
+
+def test_every_rank_runs_as_many_forwards(tmp_path, monkeypatch):
+    """Ranks that hold parts of a model wait for each other in each of its forwards."""
+    model = packed_trainer(arguments(out=tmp_path)).model
+    for lengths in ([30, 9, 12], [12] * 30):
+        batch = DataCollatorForPacking()([{"input_ids": list(range(1, n + 1))} for n in lengths])
+        calls = watched(monkeypatch, first_batch, "_alone")
+        first_batch.check_batch(model, batch)
+        few = len(calls)
+        monkeypatch.setattr(first_batch.distributed, "is_initialized", lambda: True)
+        first_batch.check_batch(model, batch)
+        assert len(calls) - few == 11 >= few
+        monkeypatch.undo()
 
 
 class TooLargeBeyond40(torch.autograd.Function):

@@ -40,9 +40,10 @@ from .rounding import last_places_off
 from .scoring import Scorer
 from .subject import rounding_dtype
 
-# Every rank compares the same number of documents: ranks that hold parts of a model run its forwards together.
-# Rounding is measured on the first few documents.
-_DOCUMENTS, _ROUNDED = 8, 3
+# Every rank compares the same number of documents, because ranks that hold parts of a model run its forwards together;
+# if it has fewer, it runs the first tokens of one again. All but the first hold no more than a share of the batch's
+# tokens, so that the comparison costs about half of a step. Rounding is measured on a few of them.
+_DOCUMENTS, _ROUNDED, _SHARE, _AGAIN = 8, 3, 0.4, 2
 # Number of positions at which the head is compared, and number of positions whose logits are in memory at a time.
 _SAMPLES, _CHUNK = 16, 64
 # A document with fewer trained tokens has no meaningful median.
@@ -102,9 +103,9 @@ def check_batch(
 ) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
-    It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
-    runs forward and backward ([`_check_head`]). The patched `model` must accept `fused_lm_head=True`. If the
-    processes of a `group` share the row, each runs as many tokens alone as it holds of it.
+    It runs the batch forward once, eight documents or 40 % of its tokens alone, and three short ones of these with
+    random rounding. The LM head runs forward and backward ([`_check_head`]). The patched `model` must accept
+    `fused_lm_head=True`. If the processes of a `group` share the row, each runs alone as many tokens as it holds.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
@@ -114,7 +115,7 @@ def check_batch(
         most = layout.max_seqlen  # the beginning of a document is not the document's beginning in these models
     # The first label does not count, as no token precedes it.
     trained = [document[:most] != -100 for document in layout.split(batch["labels"])]
-    chosen = _choose([int(mask[1:].sum()) for mask in trained])
+    chosen = _choose([int(mask[1:].sum()) for mask in trained], [min(n, most) for n in layout.lengths])
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
@@ -127,10 +128,11 @@ def check_batch(
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i, most) for i in chosen]
         with last_places_off(model):
-            rounded = [_alone(model, batch, layout, i, most) for i in chosen[:_ROUNDED]]
-    # Repeated documents only keep ranks in step. They come last, and would outweigh the others in the median.
-    chosen = list(dict.fromkeys(chosen))
-    alone, rounded = alone[: len(chosen)], rounded[: len(chosen)]
+            few = min(_ROUNDED, -(-len(chosen) // 2))
+            rounded = [_alone(model, batch, layout, i, most) for i in chosen[:few]]
+        if distributed.is_initialized():
+            for _ in range(_DOCUMENTS + _ROUNDED - len(alone) - len(rounded)):
+                _alone(model, batch, layout, chosen[0], _AGAIN)
     masks = [trained[i][1:].to(own.device) for i, own in zip(chosen, alone, strict=True)]
     found = [(pieces[i][1:most] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
     noise = [(off - own)[mask].abs().float() for off, own, mask in zip(rounded, alone, masks, strict=False)]
@@ -138,13 +140,23 @@ def check_batch(
     return proof and proof._replace(head=head)
 
 
-def _choose(trained: Sequence[int]) -> list[int]:
-    """Choose the longest document that trains, the first, last and shortest, and some between; repeated if too few."""
+def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Choose the document that trains most, the first, last and least trained, and some between, within the share.
+
+    The shortest ones with a meaningful median come first.
+    """
     training = [i for i, count in enumerate(trained) if count] or [0]
-    by_length = sorted(training, key=lambda i: trained[i])
+    by_count = sorted(training, key=lambda i: trained[i])
     apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
-    chosen = dict.fromkeys([by_length[-1], training[0], training[-1], by_length[0], *apart, *training])
-    return [*chosen, *[training[0]] * _DOCUMENTS][:_DOCUMENTS]
+    chosen: list[int] = []
+    left = _SHARE * sum(lengths)
+    for i in dict.fromkeys([by_count[-1], training[0], training[-1], by_count[0], *apart, *training]):
+        if len(chosen) < _DOCUMENTS and (not chosen or lengths[i] <= left):
+            chosen.append(i)
+            left -= lengths[i]
+    by_length = sorted(chosen, key=lambda i: lengths[i])
+    rounded = sorted(by_length, key=lambda i: trained[i] < _FEW)[:_ROUNDED]  # a stable sort
+    return list(dict.fromkeys([*rounded, *chosen]))
 
 
 def _alone(model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int) -> torch.Tensor:
