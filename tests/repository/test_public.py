@@ -32,6 +32,7 @@ SIGNATURES = {
 }
 FIELDS = {
     "check_packing": True,
+    "recheck": False,
     "fused_lora": True,
     "fused_kernels": True,
     "peak_tflops": None,
@@ -45,8 +46,8 @@ FIELDS = {
     "attention_backend": "auto",
 }
 # Fields of TRL's with another default.
-DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None}
-COMMANDS = "train plan demo check bench merge models backends recipes env completion".split()
+DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None, "learning_rate": None}
+COMMANDS = "train plan prepare demo check bench merge models backends recipes env completion".split()
 
 
 def signature(function):

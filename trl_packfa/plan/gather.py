@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
-from trl import SFTTrainer
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
 from ..trainers.common.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
 from ..trainers.common.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
-from ..trainers.common.preflight import left_out_by_template, load_tokenizer, require_tokenizer
+from ..trainers.common.preflight import load_tokenizer, require_tokenizer
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.raw_dataset import require_usable, require_whole
-from ..trainers.sft.turns import CONVERSATION, TurnExpander, join
+from ..trainers.sft.tokenizing import Tokenized, tokenized, tokenizing_trainer
+from ..trainers.sft.turns import CONVERSATION, join
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
 _PROCESSED = 256
@@ -92,7 +89,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
     try:
         if image_columns(dataset):
             return _read_images(name, dataset, loaded, args)
-        prepared = _prepared(dataset, loaded, args)
+        prepared = tokenized(dataset, loaded, args)
         if args.expand_turns:
             return _rows_of_turns(name, prepared, args)
         return Source(name, read_tokens(prepared.dataset), tuple(prepared.remarks))
@@ -104,7 +101,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
         ) from error
 
 
-def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> Source:
+def _rows_of_turns(name: str, prepared: Tokenized, args: PackedSFTConfig) -> Source:
     """Return the rows of the conversations' turns, by the tokens that are computed."""
     examples, report = cut_dataset(
         prepared.dataset, max_length=args.max_length, overflow=args.overflow, name=name, as_padded=True
@@ -126,7 +123,7 @@ def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> So
 def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTConfig) -> Source:
     """Process some rows as the trainer's loader would, and let their lengths stand for all."""
     look_at_images(dataset, name="train")
-    trainer = _tokenizing(dataset, processor, args)
+    trainer = tokenizing_trainer(dataset, processor, args)
     numbered, collate = NumberedRows(dataset, "train"), NamingCollator(trainer.data_collator)
     chosen = np.linspace(0, len(dataset) - 1, min(_PROCESSED, len(dataset))).astype(int).tolist()
     lengths, of_images, image = [], 0, getattr(processor, "image_token_id", None)  # no two processors are alike
@@ -145,39 +142,3 @@ def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTCon
     remarks = [remark, *([f"{cut}refused. Set max_length=None."] if longer else [])]
     every = np.resize(sizes, len(dataset))
     return Source(name, Tokens(every, TrainedTokens.every(int(every.sum()))), tuple(remarks), on_images=True)
-
-
-def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenized:
-    """Let TRL's trainer prepare the dataset, with a model of a few weights, and return the result."""
-    try:
-        trainer = _tokenizing(dataset, tokenizer, args)
-    except _Tokenized as tokenized:
-        return tokenized
-    return _Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # if dataset_kwargs skips the preparation
-
-
-def _tokenizing(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenizing:
-    """Build TRL's trainer of a padded run that cuts nothing; raise [`_Tokenized`] for datasets without images."""
-    args = copy.copy(args)
-    args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
-    args.model_init_kwargs, args.gradient_checkpointing = None, False
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    return _Tokenizing(LlamaForCausalLM(config), args=args, train_dataset=dataset, processing_class=tokenizer)
-
-
-class _Tokenized(Exception):
-    """Exception that stops TRL's constructor once the dataset is prepared; holds the dataset and the remarks on it."""
-
-    def __init__(self, dataset: Dataset, remarks: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.dataset, self.remarks = dataset, remarks
-
-
-class _Tokenizing(SFTTrainer):
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-        remarks = left_out_by_template(dataset, processing_class, self.chat_template) or ()
-        if args.expand_turns:
-            expander = TurnExpander(self._tokenizer, chat_template=self.chat_template)  # type: ignore[arg-type]
-            dataset = expander.expand(dataset, name="train", num_proc=args.dataset_num_proc)
-        prepared: Any = super()._prepare_dataset(dataset, processing_class, args, *more, **kwargs)
-        raise _Tokenized(prepared, remarks)

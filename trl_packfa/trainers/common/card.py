@@ -10,6 +10,7 @@ from ...packing import PackingReport
 from ...versions import MINIMUM_VERSIONS, installed_version
 
 _HEADING = "## Packing\n"
+_METHOD = "by the method of [arXiv 2407.09105](https://arxiv.org/abs/2407.09105)"
 # The heading that follows the training procedure in TRL's template.
 _BEFORE = "\n## Citations"
 
@@ -31,7 +32,7 @@ def packing_section(
     versions = exactness.versions if exactness is not None else installed
     lines = [
         _HEADING,
-        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {told}.",
+        f"Trained with [trl-packfa](https://github.com/trl-packfa/trl-packfa), {_METHOD}: {told}.",
         "",
         *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
           for name, report in reports.items()),

@@ -56,13 +56,17 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "
 def load_dataset_dict(
     name: str, *, config: str | None = None, streaming: bool = False
 ) -> DatasetDict | IterableDatasetDict:
-    """Load a dataset of the Hub, a dataset folder, or a JSON, JSON Lines, Parquet, CSV or text file, also gzipped.
+    """Load a dataset of the Hub, a folder of one, prepared or not, or a JSON, JSON Lines, Parquet, CSV or text file.
+
+    Files may be gzipped.
 
     A single file becomes the split `train`.
 
     Raises:
         [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
     """
+    if (Path(name) / "dataset_dict.json").is_file() and not streaming:  # `save_to_disk`, as `prepare` uses it
+        return DatasetDict.load_from_disk(name)
     source, options = name, {"name": config}
     if Path(name).is_file():
         suffix = Path(name.removesuffix(".gz")).suffix

@@ -38,7 +38,7 @@ def identity(
 
     `columns` hold token ids; a pair has several. `trained` is the number of tokens that have a label, if it is known.
     """
-    found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
+    found = {"version": __version__, "tokenizer": vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
         lengths = [read_lengths(train_dataset, column) for column in columns]
         digest = hashlib.sha256(np.ascontiguousarray(np.concatenate(lengths), dtype=np.int64).tobytes())
@@ -157,7 +157,8 @@ def _difference(field: str, then: Any, now: Any) -> str:
     return f"{field}: {'; '.join(sides)}"
 
 
-def _vocabulary_hash(tokenizer: Any) -> str:
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Describe a vocabulary by its size and a hash of its tokens."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     digest = hashlib.sha256()
     for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):

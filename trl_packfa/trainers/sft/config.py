@@ -27,7 +27,8 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
-    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"` and `dtype`. The default `dtype` is `"bfloat16"`
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"`, `learning_rate` and `dtype`. The default
+    > `learning_rate` is `2e-4` with LoRA, and TRL's `2e-5` without. The default `dtype` is `"bfloat16"`
     > for a quantized model trained in bf16, and TRL's `"float32"` otherwise. On a machine without a GPU, `bf16` is off
     > by default, where TRL raises an error.
     """

@@ -30,6 +30,7 @@ from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, 
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset
 from .config import PackedSFTConfig
+from .prepared import Prepared, settings_of
 from .raw_dataset import require_known
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
@@ -88,6 +89,14 @@ class PackedData:
             tell_counts(report, name)
         # Shuffle after the cut, as TRL does, because the random order depends on the number of documents.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def take(self, dataset: Any, prepared: Prepared, tokenizer: Any, chat_template: str | None, *, name: str) -> Any:
+        """Take a dataset that was prepared for these arguments, with its report; refuse one of others."""
+        prepared.require_same(settings_of(self.args, tokenizer, chat_template, name=name), name=name)
+        self._uncut[name] = dataset
+        self.reports[name] = prepared.report
+        tell_counts(prepared.report, name)
+        return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
 
     def expand(
         self, dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, *, name: str

@@ -71,6 +71,7 @@ from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
+from .prepared import Prepared
 from .raw_dataset import usable
 from .run_callback import RunCallback
 from .sequence_parallel import ShardedRowsTrainer
@@ -282,7 +283,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
-        """Let TRL tokenize and label a dataset, then cut it ourselves to count every dropped token."""
+        """Let TRL tokenize and label a dataset, then cut it ourselves to count every dropped token.
+
+        One that `trl-packfa prepare` has made is taken as it is.
+        """
+        if args.packing and (prepared := Prepared.of(dataset)) is not None:
+            return self._data.take(dataset, prepared, self._tokenizer, self.chat_template, name=dataset_name)
         for sentence in left_out_by_template(dataset, processing_class, self.chat_template) or ():
             logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
         by_trl = super()._prepare_dataset

@@ -1,0 +1,77 @@
+"""The command `trl-packfa prepare`: tokenize, label, cut and count the data of a run once, into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from datasets import Dataset
+from rich.console import Console
+from trl import DatasetMixtureConfig, ScriptArguments
+
+from ...errors import InvalidConfig, InvalidDataset
+from ...packing import PackingReport
+from ...terminal.progress import a_line_per_thing, packing_table
+from ..common.dataset import TEXT_COLUMNS
+from ..common.image_rows import image_columns
+from ..common.parsing import ColumnChoice, parse
+from ..common.preflight import load_tokenizer, require_tokenizer
+from .config import PackedSFTConfig
+from .dataloading import PackedData
+from .prepared import marked, save, settings_of
+from .raw_dataset import require_usable, require_whole
+from .script import load_splits
+from .tokenizing import Tokenized, tokenized
+
+
+@a_line_per_thing()
+def prepare(argv: list[str]) -> int:
+    """Parse the flags of `trl-packfa train`, prepare the splits, and save them to `output_dir`. Return 0."""
+    # Data is prepared on machines without a GPU, so arguments that require one are turned off here.
+    classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig, ColumnChoice)
+    given = ["--use_cpu", "true", *argv, "--tf32", "false"]
+    script, args, mixture, chosen = parse(classes, given, prog="trl-packfa prepare")
+    folder = Path(args.output_dir)
+    if folder.exists() and any(folder.iterdir()):
+        raise InvalidConfig(f"output_dir {folder} is not empty.", do="Name a new folder for the prepared data.")
+    if args.model_name_or_path is None:
+        raise InvalidConfig("no tokenizer is named.", do="Pass --model_name_or_path; its tokenizer is enough.")
+    if not args.packing:
+        raise InvalidConfig("packing=False: TRL prepares padded data itself.", do="Drop packing=False.")
+    tokenizer = load_tokenizer(args.model_name_or_path, args)
+    names = ("train", "eval")
+    splits, reports = {}, {}
+    for name, dataset in zip(names, load_splits(script, args, mixture, chosen.columns), strict=False):
+        split = script.dataset_train_split if name == "train" else script.dataset_test_split
+        splits[split], reports[name] = _prepared(dataset, tokenizer, args, name=name)
+    save(splits, folder)
+    Console().print(packing_table(reports))
+    print(f"prepared: {folder}. To train: trl-packfa train --dataset_name {folder}, with the same arguments")
+    return 0
+
+
+def _prepared(
+    dataset: Dataset, tokenizer: object, args: PackedSFTConfig, *, name: str
+) -> tuple[Dataset, PackingReport]:
+    """Return a split as [`PackedSFTTrainer`] would cut it, marked, and its report."""
+    if not isinstance(dataset, Dataset):
+        raise InvalidDataset("a stream cannot be prepared.", do="Drop dataset_streaming.")
+    if image_columns(dataset):
+        raise InvalidDataset(
+            "images are processed when they are loaded, and cannot be prepared.", do="Train on the dataset itself."
+        )
+    require_usable(dataset, name=name, args=args, formatted=False)
+    require_whole(dataset, name=name, columns=(*TEXT_COLUMNS, args.dataset_text_field))
+    require_tokenizer(args.model_name_or_path, args, processing_class=tokenizer, datasets=[(name, dataset)])
+    found: list[Tokenized] = []
+
+    def tokenize(uncut: PackedSFTConfig) -> Dataset:
+        found.append(tokenized(dataset, tokenizer, uncut))
+        return found[0].dataset
+
+    data = PackedData(args, packs_eval=lambda: args.eval_packing is not False)
+    # Each run shuffles as it is told.
+    shuffled, args.shuffle_dataset = args.shuffle_dataset, False
+    cut = data.prepare(tokenize, name=name)
+    args.shuffle_dataset = shuffled
+    settings = settings_of(args, tokenizer, found[0].chat_template, name=name)
+    return marked(cut, data.reports[name], settings), data.reports[name]  # type: ignore[arg-type]  # it is no stream
