@@ -3,12 +3,15 @@
 import json
 import logging
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import tiny
 from selection import in_full
 from tolerance import assert_trajectory
 from training import arguments, batches_of, dataset, logs_of, packed_trainer, trained
+
+from trl_packfa import DataCollatorForPacking
 
 
 @pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
@@ -150,3 +153,23 @@ def test_tokens_seen_are_those_of_the_padded_run_whatever_the_pad(tmp_path, stra
     options |= {"packing_strategy": strategy, "pad_to_multiple_of": 8}
     packed = packed_trainer(arguments(**options), processing_class=tokenizer)
     assert seen(padded) == seen(packed) > 0
+
+
+def test_ranks_add_up_their_tokens_once_a_log_not_once_a_micro_batch(tmp_path, monkeypatch):
+    trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=8))
+    batch = DataCollatorForPacking(pad_to_multiple_of=8)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    reduced = []
+    two_ranks = SimpleNamespace(
+        num_processes=2, device="cpu", reduce=lambda counts, how: reduced.append(how) or 2 * counts
+    )
+    monkeypatch.setattr(trainer, "accelerator", two_ranks)
+    trainer._total_train_tokens = 100
+    for _ in range(3):
+        trainer._uncount_padding(batch, "train")
+    assert reduced == [] and batch["packed_layout"].padding == 3
+    trainer._metrics["train"]["num_tokens"] = [100]
+    trainer._settle_tokens()
+    assert reduced == ["sum"] and trainer._total_train_tokens == 100 - 2 * 3 * 3
+    assert trainer._metrics["train"]["num_tokens"] == [trainer._total_train_tokens]
+    trainer._settle_tokens()
+    assert trainer._total_train_tokens == 82, "nothing is subtracted twice"

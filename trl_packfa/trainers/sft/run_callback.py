@@ -36,6 +36,7 @@ class RunCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Tell the speed. Evaluations and checkpoints are part of the time."""
+        self.trainer._settle_tokens()
         began, tokens = self._began
         padding = (self.trainer.packing_plan or {}).get("padding_without_packing")
         trained = self.trainer._total_train_tokens - tokens

@@ -449,6 +449,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's metrics, true tokens per second, MFU, and the mean loss of each source since the last log."""
+        self._settle_tokens()
         if self.args.loss_by:
             logs.update(self._sources.read("train" if self.model.training else "eval"))
         if "loss" in logs:  # a training log: the host has already waited for the loss
@@ -542,6 +543,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self._settle_tokens()
         with self._speed.paused():
             super()._save_checkpoint(model, trial)
 
