@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from filelock import FileLock
+from selection import in_full
 from training import SAVING, arguments, dataset, logs_of, losses, packed_trainer, rows, trained
 from transformers import TrainerCallback
 from trl_trainers import build_packed
@@ -298,3 +299,22 @@ def test_a_loader_worker_that_dies_ends_the_run_with_its_name(tmp_path):
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         trainer.train()
     assert trainer.state.global_step < 20
+
+
+@pytest.mark.parametrize("kind", ["step", *in_full("minibatch", "step of a stream")])
+def test_auto_find_batch_size_lowers_the_token_budget_too(tmp_path, kind):
+    """The batch size was lowered to 1, because micro-batches stayed as large as before."""
+    limit, data = 200, Dataset.from_list(rows(32))
+    args = arguments(out=tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8, max_length=60,
+                     gradient_accumulation_steps=2, check_packing=False, packing_strategy=kind.split()[0])  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=data.to_iterable_dataset() if "stream" in kind else data)
+    largest = []
+
+    def runs_out(module, given, named):
+        largest.append(named["input_ids"].numel())
+        if largest[-1] > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    trainer.model.get_base_model().model.register_forward_pre_hook(runs_out, with_kwargs=True)
+    trained(trainer)
+    assert max(largest) > limit and 1 < trainer._train_batch_size < 8 and len(losses(trainer)) == 3

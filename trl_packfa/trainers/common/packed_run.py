@@ -72,6 +72,7 @@ class PackedRun(Base):
     data_collator: Any
     _metrics: Any
     _total_train_tokens: int
+    _train_batch_size: int
     _is_vision_dataset: bool = False
 
     packing_reports: dict[str, PackingReport]
@@ -143,10 +144,18 @@ class PackedRun(Base):
 
     # Data ------------------------------------------------------------------------------------------------------------
 
+    def follow_batch_size(self) -> int:
+        """Return the batch size of one device now, which the budget follows: `auto_find_batch_size` lowers it."""
+        size = self._train_batch_size // max(self.args.n_gpu, 1)
+        if self._cutter is not None:
+            self._cutter.use_batch_size(size)
+        return size
+
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. If steps are re-cut, its examples are collated after the cut."""
         if self._cutter is None:
             return super().get_train_dataloader()
+        self.follow_batch_size()
         with set_inside(self, data_collator=self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
 

@@ -88,6 +88,9 @@ class Cutter:
         """Reports of the examples that have trained, by dataset name, if no other code counts them."""
         return {}
 
+    def use_batch_size(self, size: int) -> None:
+        """Let the default token budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
+
     def loading(self, collate: Any) -> Any:
         """Return the loader's collator; `collate` is the trainer's."""
         return Documents
@@ -123,8 +126,13 @@ class StepCutter(Cutter):
         which = f"a document of a stream, which may have {longest} tokens" if streamed else which
         if args.max_tokens_per_microbatch is not None:
             require_budget(args, lengths, *(longest_document(train_dataset) or (longest, which)), cut=cut)
+        self._longest = longest
         self.budget = args.max_tokens_per_microbatch or size * longest
         self.quadratic = quadratic_weight(trainer.model)
+
+    def use_batch_size(self, size: int) -> None:
+        """Set the default budget, see [`Cutter`]."""
+        self.budget = self.args.max_tokens_per_microbatch or size * self._longest
 
     @property
     def free_budget(self) -> int | None:

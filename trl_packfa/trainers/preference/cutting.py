@@ -89,10 +89,15 @@ class PairCutter(Cutter):
         self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         _require_budget(self.asked, self.tokens)
-        self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
+        self._largest = len(rows) * int(lengths.max())
+        self.budget = self.asked or args.per_device_train_batch_size * self._largest
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(trainer.model) / len(rows)
+
+    def use_batch_size(self, size: int) -> None:
+        """Set the default budget, see [`Cutter`]."""
+        self.budget = self.asked or size * self._largest
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> PairSlot:
         """Re-cut a step, given by padded micro-batch; return the slot that holds it."""

@@ -57,6 +57,8 @@ class PackedData:
         # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
         self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
+        # Of one device, once the Trainer has chosen it.
+        self.batch_size: int | None = None
         self._quadratic = 0.0
         self.padding_collator: Any = None
 
@@ -153,8 +155,9 @@ class PackedData:
 
     @property
     def batching(self) -> Batching:
-        """The settings that decide how documents become micro-batches."""
-        return Batching.of(self.args, quadratic=self._quadratic)
+        """The settings that decide how documents become micro-batches, with the batch size in use."""
+        size = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        return Batching.of(self.args, quadratic=self._quadratic, **size)
 
     def row_sampler(self, dataset: Any) -> Any:
         """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""

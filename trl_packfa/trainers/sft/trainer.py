@@ -318,6 +318,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
+        self._data.batch_size = self.follow_batch_size()
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
