@@ -129,7 +129,9 @@ def _settings(module: nn.Module) -> list[str]:
     again = vars(module).get("gradient_checkpointing", False)
     how = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {}) if again else ""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
-    return [*chosen, str(again), str(how), *(getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks)]
+    told = [f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in hooks]
+    # transformers' own come with activation checkpointing, which is told above.
+    return [*chosen, str(again), str(how), *(hook for hook in told if not hook.startswith("transformers."))]
 
 
 def _told(config: Any) -> dict[str, str]:

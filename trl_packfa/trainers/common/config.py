@@ -80,8 +80,8 @@ class CommonConfig(_Base):
         default=None,
         metadata={
             "help": "The initial learning rate for the optimizer. Default: TRL's with `use_peft=False`. For LoRA "
-            "ten times as much if TRL's is one for all parameters: `2e-4` for SFT, `1e-5` for DPO and KTO, and TRL's "
-            "`1e-4` for rewards."
+            "ten times as much if TRL's is one for all parameters: `2e-4` for SFT, `1e-5` for DPO, KTO, GRPO and "
+            "RLOO, and TRL's `1e-4` for rewards."
         },
     )
     use_peft: bool = field(default=True, metadata={"help": "Train a LoRA adapter. `False` trains all parameters."})
