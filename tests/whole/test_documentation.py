@@ -28,6 +28,7 @@ INSTALLS = ("pip ", "python3 -m venv", ".venv/bin/", "make ", "python -m pytest"
 EXTRA = {
     "train": "--output_dir out --use_cpu true --bf16 false --report_to none --disable_tqdm true".split(),
     "merge": ["--dtype", "float32"],
+    "prepare": ["--eval_strategy", "no"],
 }
 
 
