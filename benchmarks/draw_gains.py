@@ -27,10 +27,9 @@ _DOCUMENTS = (5, 9, 5)
 
 
 class Gain(NamedTuple):
-    """A row of the table: true tokens per second and gigabytes, padded and packed, and how often as fast it is."""
+    """A row of the table: gigabytes, padded and packed, and how often as fast it is."""
 
     name: str
-    speed: tuple[float, float]
     memory: tuple[float, float]
     times: str
 
@@ -41,11 +40,11 @@ def gains() -> list[Gain]:
     table = page.split("## Training speed")[1].split("\n\n")[2].splitlines()[2:]
     found = []
     for words, name in _ROWS.items():
-        _, padded, packed, times, memory = next(
+        *_, times, memory = next(
             [cell.strip() for cell in line.strip("|").split("|")] for line in table if words in line
         )
         held = [float(number) for number in re.findall(r"[\d.]+(?= GB)", memory)]
-        found.append(Gain(name, (float(padded), float(packed)), (held[0], held[1]), times.split()[0]))
+        found.append(Gain(name, (held[0], held[1]), times.split()[0]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a run from Python says: the learning rate, what packing saves, the verdict and the speed."""
+"""A run from Python tells the learning rate, what packing saves, the verdict and the speed."""
 
 import json
 import re

@@ -41,8 +41,8 @@ from .scoring import Scorer
 from .subject import rounding_dtype
 
 # Every rank compares the same number of documents, because ranks that hold parts of a model run its forwards together;
-# if it has fewer, it runs the first tokens of one again. All but the first hold no more than a share of the batch's
-# tokens, so that the comparison costs about half of a step. Rounding is measured on a few of them.
+# if it has fewer, it runs the first tokens of one again. They hold no more than a share of the batch's tokens, unless
+# one alone does, so that the comparison costs less than a step. Rounding is measured on a few of them.
 _DOCUMENTS, _ROUNDED, _SHARE, _AGAIN = 8, 3, 0.4, 2
 # Number of positions at which the head is compared, and number of positions whose logits are in memory at a time.
 _SAMPLES, _CHUNK = 16, 64
@@ -154,8 +154,7 @@ def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:
         if len(chosen) < _DOCUMENTS and (not chosen or lengths[i] <= left):
             chosen.append(i)
             left -= lengths[i]
-    by_length = sorted(chosen, key=lambda i: lengths[i])
-    rounded = sorted(by_length, key=lambda i: trained[i] < _FEW)[:_ROUNDED]  # a stable sort
+    rounded = sorted(chosen, key=lambda i: (trained[i] < _FEW, lengths[i]))[:_ROUNDED]
     return list(dict.fromkeys([*rounded, *chosen]))
 
 

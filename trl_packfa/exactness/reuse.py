@@ -87,6 +87,7 @@ def keep_proof(model: nn.Module, report: ExactnessReport) -> None:
         os.replace(partial, path)  # another process may read it
 
 
+@figure("proof of this machine")  # offloaded weights have no values to read
 def _kept(model: nn.Module, identity: str) -> Path | None:
     """Return the file of a proof in the user's cache; `None` if proofs are not kept."""
     folder = os.environ.get(CACHE)

@@ -127,7 +127,7 @@ class StepCutter(Cutter):
         if args.max_tokens_per_microbatch is not None:
             require_budget(args, lengths, *(longest_document(train_dataset) or (longest, which)), cut=cut)
         self._longest = longest
-        self.budget = args.max_tokens_per_microbatch or size * longest
+        self.use_batch_size(size)
         self.quadratic = quadratic_weight(trainer.model)
 
     def use_batch_size(self, size: int) -> None:

@@ -90,7 +90,7 @@ class PairCutter(Cutter):
         self.asked: int | None = args.max_tokens_per_microbatch
         _require_budget(self.asked, self.tokens)
         self._largest = len(rows) * int(lengths.max())
-        self.budget = self.asked or args.per_device_train_batch_size * self._largest
+        self.use_batch_size(args.per_device_train_batch_size)
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(trainer.model) / len(rows)

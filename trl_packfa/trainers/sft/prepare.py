@@ -10,6 +10,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from ...errors import InvalidConfig, InvalidDataset
 from ...packing import PackingReport
+from ...runtime.override import set_inside
 from ...terminal.progress import a_line_per_thing, packing_table
 from ..common.dataset import TEXT_COLUMNS
 from ..common.image_rows import image_columns
@@ -69,9 +70,7 @@ def _prepared(
         return found[0].dataset
 
     data = PackedData(args, packs_eval=lambda: args.eval_packing is not False)
-    # Each run shuffles as it is told.
-    shuffled, args.shuffle_dataset = args.shuffle_dataset, False
-    cut = data.prepare(tokenize, name=name)
-    args.shuffle_dataset = shuffled
+    with set_inside(args, shuffle_dataset=False):  # each run shuffles as it is told
+        cut = data.prepare(tokenize, name=name)
     settings = settings_of(args, tokenizer, found[0].chat_template, name=name)
     return marked(cut, data.reports[name], settings), data.reports[name]  # type: ignore[arg-type]  # it is no stream

@@ -30,7 +30,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a prepared dataset was made with: the settings as text, tokenizer and chat template by hash; its report."""
+    """Mark of a prepared dataset: its settings as text, tokenizer and chat template by hash, and its report."""
 
     settings: dict[str, str]
     report: PackingReport

@@ -19,8 +19,8 @@ def tokenized(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> Tokeni
     """Let TRL's trainer prepare the dataset, with a model of a few weights, and return the result."""
     try:
         trainer = tokenizing_trainer(dataset, tokenizer, args)
-    except Tokenized as tokenized:
-        return tokenized
+    except Tokenized as found:
+        return found
     return Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # if dataset_kwargs skips the preparation
 
 
