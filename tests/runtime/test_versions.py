@@ -16,7 +16,6 @@ import trl_packfa
 from trl_packfa import api, versions
 from trl_packfa.cli.main import main
 from trl_packfa.errors import VersionTooOld
-from trl_packfa.trainers.sft import config
 
 ROOT = Path(__file__).parents[2]
 # Older TRL has neither module; with no TRL at all, nothing of it can be imported.
@@ -93,13 +92,6 @@ def test_a_newer_release_is_checked_before_it_is_trusted(monkeypatch, newer):
     monkeypatch.setattr(api, "_require_exact", lambda model, state: checks.append(model))
     trl_packfa.patch(model)
     assert checks == [model] * len(newer)
-
-
-def test_rows_of_a_dataset_need_a_trainer_that_takes_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(config, "TAKES_BATCHES", False)
-    with pytest.raises(VersionTooOld, match=r"'bfd' needs transformers >= 5\.17(.|\n)*'step' or 'minibatch'"):
-        config.PackedSFTConfig(str(tmp_path), packing_strategy="bfd", use_cpu=True, bf16=False)
-    config.PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
 
 
 def test_what_is_declared_is_what_is_asked_for():

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from trl_packfa import PackedSFTTrainer
 from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
-from trl_packfa.trainers.common.step_cutting import StepCutter
+from trl_packfa.trainers.common.step_cutting import StepPlan
 
 WORLD = 2
 STOPPED = 30  # seconds that a collective waits for a rank that only stopped
@@ -128,10 +128,10 @@ def arm(point):
 
     _before(PackedSFTTrainer, "compute_loss", lambda *a: phase in ("forward", "stopped") and at["step"] == step, die)
     _before(PackedSFTTrainer, "save_reports", lambda *a: phase == "marking" and at["step"] >= step, die)
-    # A run without a `StepCutter`, or killed at step 0, dies while the epoch is planned.
+    # A run without a `StepPlan`, or killed at step 0, dies while the epoch is planned.
     cuts = point["run"] != "ddp bfd" and "minibatch" not in point["run"] and step > 0
     _before(PackedSFTTrainer, "_plan", lambda *a: phase == "plan" and not cuts, die)
-    _before(StepCutter, "cut", lambda *a: phase == "plan" and cuts and at["step"] == step - 1, die)
+    _before(StepPlan, "cut", lambda *a: phase == "plan" and cuts and at["step"] == step - 1, die)
     _half_written(lambda: phase == "writing" and at["step"] >= step, die)
     return [Watch()]
 

@@ -15,7 +15,7 @@ from trl_packfa.errors import InvalidDataset
 from trl_packfa.trainers.common import image_examples
 from trl_packfa.trainers.common.image_examples import OneByOne, Processed
 from trl_packfa.trainers.common.image_rows import NamingCollator, NumberedRows, look_at_images
-from trl_packfa.trainers.common.step_cutting import Documents
+from trl_packfa.trainers.common.steps import micro_batches_of
 from trl_packfa.trainers.sft.images import ImageCutter
 
 every_strategy = pytest.mark.parametrize("strategy", ["step", "minibatch"])
@@ -131,10 +131,10 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     cutter.accelerator = SimpleNamespace(num_processes=2)
     monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
-    assert isinstance(batch, Documents) and all(isinstance(one, Processed) for one in batch.examples)
-    slot = ImageCutter.cut(cutter, [batch], collate)
-    idle, *trained = slot.micro_batches
-    assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
-    assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1
+    assert all(isinstance(one, Processed) for one in batch)
+    (whole,) = ImageCutter.cut(cutter, [batch], collate)
+    idle, *trained = micro_batches_of(whole)
+    assert whole.step.count == 3 and len(trained) == 2 and (idle["labels"] == -100).all()
+    assert whole.step.untrained == min(one.tokens for one in batch) and whole.step.imbalance > 1
     assert cutter.reports["train"].documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

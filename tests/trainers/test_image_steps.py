@@ -14,6 +14,7 @@ from trl_trainers import train
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig
 from trl_packfa.trainers.common.image_examples import ImageWeights
+from trl_packfa.trainers.common.steps import micro_batches_of
 from trl_packfa.trainers.sft.images import ImageCutter
 
 
@@ -119,12 +120,12 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     data, cut, sizes = vision.uneven(12), ImageCutter.cut, []
 
     def record(self, batches, collate):
-        slot = cut(self, batches, collate)
-        for micro_batch in slot.micro_batches:
+        made = cut(self, batches, collate)
+        for micro_batch in (part for batch in made for part in micro_batches_of(batch)):
             patches = self.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
             sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
-        return slot
+        return made
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))
     trainer = build(tmp_path, data=data, max_steps=1, max_tokens_per_microbatch=budget)

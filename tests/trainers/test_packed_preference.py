@@ -25,7 +25,7 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset,
 from trl_packfa.patching.apply import find_state
 from trl_packfa.trainers.common.parsing import asked_trainer
 from trl_packfa.trainers.preference import cutting
-from trl_packfa.trainers.preference.cutting import PairCutter
+from trl_packfa.trainers.preference.cutting import PairPlan
 
 # Four padded micro-batches a step, for fewer to be made of.
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -106,8 +106,8 @@ def test_negative_control_such_a_loss_cut_all_the_same_is_refused(tmp_path, monk
 def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkeypatch):
     options = {"max_steps": 3, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 3}
     expected, _ = run(build, "reward", tmp_path, **options)
-    part = cutting.Part
-    monkeypatch.setattr(cutting, "Part", lambda pairs, weight: part(pairs, 1.0))
+    part = cutting.PairPart
+    monkeypatch.setattr(cutting, "PairPart", lambda *rows, **_: part(*rows[:3], 1.0))
     monkeypatch.setattr("trl_packfa.trainers.preference.recutting.RecutSteps._require_same_loss", lambda *args: None)
     logs, _ = run(build_packed, "reward", tmp_path, **options)
     assert beyond(expected, logs, times=CONTROL)
@@ -290,11 +290,11 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     lengths = rng.integers(2, 60, (24, 2))
     rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
     columns = (("a",), ("b",))
-    options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None}
-    accelerator = SimpleNamespace(num_processes=2, process_index=0)
+    options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None,
+               "data_parallel_rank": 0, "data_parallel_size": 2}  # fmt: skip
     trainer = SimpleNamespace(args=SimpleNamespace(**options), train_dataset=Dataset.from_list(rows),
-                              model=tiny.model(layers=1), accelerator=accelerator)  # fmt: skip
-    cutter = PairCutter(trainer, rows=columns)
+                              model=tiny.model(layers=1))  # fmt: skip
+    cutter = PairPlan(trainer, rows=columns)
     assert cutter.budget == 4 * 2 * lengths.max()
     groups = np.repeat([0, 2, 4, 1, 3, 5], [4, 4, 4, 4, 4, 4])
     dealt = cutter._deal(lengths, groups)

@@ -10,7 +10,7 @@ import tiny
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
 from tiny_models import small_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from training import arguments, packed_trainer, trained
 
 import trl_packfa
@@ -19,7 +19,7 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset,
 from trl_packfa.trainers.common import parallelism as ranks
 from trl_packfa.trainers.common.checkpoint_files import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.trainers.common.parallelism import asked_parallelism, refuse_uneven_calls
-from trl_packfa.trainers.common.step_cutting import count_every_rank
+from trl_packfa.trainers.common.steps import StepSampler, rank_loader
 
 
 @pytest.mark.parametrize(("size", "reason"), [
@@ -202,16 +202,17 @@ def test_ranks_with_other_documents_are_refused(monkeypatch):
 
 def test_what_ranks_count_is_not_cut_at_the_end_of_an_epoch():
     """accelerate takes a number of each rank for an example, of which the last batch may repeat some: the control."""
+    args, of_ranks = arguments(), torch.tensor([5, 7])
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(range(3), batch_size=2))
-    of_ranks = torch.tensor([5, 7])
-    batches = iter(loader)
-    assert len(next(batches)) == 2 and accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
-    assert len(next(batches)) == 1 and accelerator.gather_for_metrics(of_ranks).tolist() == [5]
-    count_every_rank(accelerator)
-    assert accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
-    assert next(batches, None) is None
-    count_every_rank(accelerator)  # between two epochs there is no loader
+    dealt = iter(accelerator.prepare(DataLoader(range(3), batch_size=2)))
+    assert len(next(dealt)) == 2 and accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
+    assert len(next(dealt)) == 1 and accelerator.gather_for_metrics(of_ranks).tolist() == [5]
+    assert next(dealt, None) is None
+    sampler = StepSampler(SequentialSampler(range(3)), args, accelerator, size=2, plans=False)
+    ours = iter(rank_loader(range(3), sampler, torch.tensor, args, accelerator))
+    for rows in (2, 1):
+        assert len(next(ours)) == rows and accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
+    assert next(ours, None) is None
 
 
 class Killed(BaseException):

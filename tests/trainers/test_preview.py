@@ -46,13 +46,6 @@ def test_padding_is_named(tmp_path):
     assert said.startswith("16 tokens, 3 documents, the last of them 6 tokens of padding;")
 
 
-def test_what_the_loader_of_steps_yields_says_where_to_look(tmp_path):
-    batch = next(iter(trainer(tmp_path).get_train_dataloader()))
-    with pytest.raises(TypeError, match=r"not yet packed: there is no 'input_ids'.*trainer\.preview_batch\(\)"):
-        batch["input_ids"]
-    assert len(batch.examples) == 2
-
-
 def test_without_packing_there_is_none(tmp_path):
     with pytest.raises(InvalidConfig, match="packing=False: there is no packed batch"):
         trainer(tmp_path, packing=False).preview_batch()

@@ -5,13 +5,13 @@ import copy
 import pickle
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny
 import torch
 import vision
 from accelerate import ParallelismConfig
 from tiny_models import small_model
+from torch.utils.data import SequentialSampler
 from training import arguments, dataset, packed_trainer
 from trl import SFTTrainer
 
@@ -19,9 +19,8 @@ import trl_packfa
 from trl_packfa import PackedSFTConfig, padding_free
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
 from trl_packfa.exactness import ShardedRowProof
-from trl_packfa.trainers.common import step_cutting
 from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, require_shareable, share_rows
-from trl_packfa.trainers.common.step_cutting import Documents, of_all_ranks
+from trl_packfa.trainers.common.steps import StepSampler
 from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
 from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
 
@@ -156,25 +155,22 @@ def test_accelerate_gets_the_groups(tmp_path, processes):
     assert args.parallelism_config is not config
 
 
-def test_the_first_of_a_group_sends_its_examples(monkeypatch):
-    """Two groups of two: ranks 0 and 2 send, and all ranks number the padded micro-batches as two processes do."""
-    sent = {}
+def test_ranks_of_a_group_get_the_batches_of_one_process(processes):
+    """Two groups of two, batches of two rows: ranks 0 and 1 get those that rank 0 of two processes gets."""
 
-    def one(rank):
-        def gather(mine):
-            sent[rank] = mine
-            return [(rank // 2, {"input_ids": [rank]})]
+    def batches(rank, world_size, **options):
+        args = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=world_size, dataloader_drop_last=False,
+                               gradient_accumulation_steps=2)  # fmt: skip
+        whole = SimpleNamespace(split_batches=False)
+        return list(StepSampler(SequentialSampler(range(9)), args, whole, size=2, plans=False))
 
-        monkeypatch.setattr(step_cutting, "gather_object", gather)
-        accelerator = SimpleNamespace(process_index=rank, num_processes=4)
-        batches = [Documents([{"input_ids": [10 * i]}]) for i in range(2)]
-        return of_all_ranks(batches, accelerator, shared_by=2)
-
+    config = PackedSFTConfig("out", use_cpu=True, bf16=False, sequence_parallel=2)
+    ranks = []
     for rank in range(4):
-        examples, numbers = one(rank)
-        assert examples == ({"input_ids": [rank]},) and np.array_equal(numbers, [rank // 2])
-    assert [number for number, _ in sent[0]] == [0, 2] and [number for number, _ in sent[2]] == [1, 3]
-    assert sent[1] == sent[3] == []
+        processes(4, rank)
+        ranks.append(batches(config.data_parallel_rank, config.data_parallel_size))
+    assert ranks[0] == ranks[1] == batches(0, 2) == [[0, 1], [4, 5], [8, 0]]
+    assert ranks[2] == ranks[3] == batches(1, 2) == [[2, 3], [6, 7], [1, 2]]
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(False, [0, 1, 4, 5]), (True, [0, 1, 4])])

@@ -8,7 +8,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from training import arguments, packed_trainer
 
 from trl_packfa import DataCollatorForPacking, PackedLayout, PackedSFTConfig
-from trl_packfa.trainers.common.step_cutting import Documents
+from trl_packfa.trainers.common.collating import CountedBatch
+from trl_packfa.trainers.common.steps import StepPart
 from trl_packfa.trainers.sft.dataloading import copies_without_waiting, send
 
 
@@ -61,8 +62,8 @@ def test_what_a_data_loader_has_locked_is_not_locked_again(copies):
     before = len(copies)
     send(locked, torch.device("meta"))
     assert len(copies) == before
-    documents = Documents(EXAMPLES)
-    assert pin_memory(documents) is documents, "examples are lists until their step is cut"
+    batch = CountedBatch(batch, step=StepPart(1, 2, 2), origins="which")
+    assert (pin_memory(batch).step, pin_memory(batch).origins) == (batch.step, "which")
 
 
 def test_a_layout_keeps_what_it_knows_when_it_is_locked(copies):

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from ..runtime.memory import resident_peak
 from ..trainers.common.collating import CountedBatch
+from ..trainers.common.steps import micro_batches_of
 
 # Token ids are mixed before they are added up, so that different sets of tokens have different sums.
 _MIX = 2_654_435_761
@@ -55,8 +56,8 @@ class StepCounter(TrainerCallback):
 
         def samples(*args: Any, **kwargs: Any) -> Any:
             batches, number = get_batch_samples(*args, **kwargs)
-            # A re-cut step holds its micro-batches. Copies, because the trainer removes entries from its batches.
-            self._batches = [copy(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
+            # Copies, because the trainer removes entries from its batches.
+            self._batches = [copy(part) for batch in batches for part in micro_batches_of(batch)]
             self._losses = []
             return batches, number
 
@@ -84,7 +85,8 @@ def _count(batch: dict[str, Any]) -> Work:
     ids = batch["input_ids"].cpu()
     true, documents = _true_tokens(batch, ids)
     mixed = (ids[true].long() * _MIX + 1) % _MODULUS
-    computed = int(true.sum()) if isinstance(batch, CountedBatch) else ids.numel()
+    unpadded = isinstance(batch, CountedBatch) and batch.rows
+    computed = int(true.sum()) if unpadded else ids.numel()
     return Work(int(true.sum()), computed, documents, 1, computed, int((mixed * mixed % _MODULUS).sum()))
 
 

@@ -7,6 +7,8 @@ of tokens, attention grows with the square of each document's length.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -54,7 +56,7 @@ def _cut(lengths: np.ndarray, cost: np.ndarray, budget: int, count: int) -> list
     if count > len(lengths):
         return None
     parts = _level(longest_first(cost, count), cost, lengths, budget)
-    if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
+    if any((sums_of(parts, lengths) > budget) & (np.array([len(part) for part in parts]) > 1)):
         # The parts are level in cost, but one is too full. Best fit is less level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         if len(parts) > count:
@@ -101,7 +103,7 @@ def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int)
     if parts is None:
         rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
         parts = recut(lengths, budget=budget, num_micro_batches=min(rounds * world_size, len(lengths)), cost=cost)
-    parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
+    parts = _costliest_first(parts, cost) + [[]] * (rounds * world_size - len(parts))
     return [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
 
 
@@ -120,11 +122,22 @@ def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[in
     dealt: list[list[list[int]]] = [[] for _ in rounds[0]]
     done = np.zeros(len(dealt))
     for parts in rounds:
-        costliest = sorted(parts, key=lambda part: -cost[part].sum())
-        for rank, part in zip(np.argsort(done, kind="stable"), costliest, strict=True):
+        ranks, costliest = np.argsort(done, kind="stable"), _costliest_first(parts, cost)
+        for rank, part in zip(ranks.tolist(), costliest, strict=True):
             dealt[rank].append(part)
-            done[rank] += cost[part].sum()
+        done[ranks] += sums_of(costliest, cost)
     return dealt
+
+
+def _costliest_first(parts: list[list[int]], cost: np.ndarray) -> list[list[int]]:
+    return [parts[i] for i in np.argsort(-sums_of(parts, cost), kind="stable")]
+
+
+def sums_of(parts: Sequence[Sequence[int]], values: np.ndarray) -> np.ndarray:
+    """Return the sum of `values` over the documents of each part; 0 for an empty one."""
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    documents = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=len(owner))
+    return np.bincount(owner, weights=values[documents], minlength=len(parts)).astype(values.dtype)
 
 
 def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
@@ -135,7 +148,7 @@ def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: floa
     """
     cost = document_cost(lengths, quadratic)
     # With costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds, a step takes 4 + 2, and 3 + 2 if all were busy: 1.2.
-    costs = np.array([[cost[part].sum() for part in rank] for rank in dealt])
+    costs = np.stack([sums_of(rank, cost) for rank in dealt])
     return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
 
 
@@ -154,11 +167,14 @@ def longest_first(cost: np.ndarray, parts: int, *, most: int | None = None) -> l
     """
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
-    for document in np.argsort(-cost, kind="stable").tolist():
-        total, part = heapq.heappop(heap)
+    order = np.argsort(-cost, kind="stable")
+    for document, more in zip(order.tolist(), cost[order].tolist(), strict=True):
+        total, part = heap[0]
         dealt[part].append(document)
-        if len(dealt[part]) != most:
-            heapq.heappush(heap, (total + float(cost[document]), part))
+        if len(dealt[part]) == most:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (total + more, part))
     return dealt
 
 
@@ -167,8 +183,7 @@ def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit:
 
     Each time it is the exchange after which the costlier of the two parts is cheapest.
     """
-    totals = np.array([cost[part].sum() for part in parts])
-    tokens = np.array([lengths[part].sum() for part in parts])
+    totals, tokens = sums_of(parts, cost), sums_of(parts, lengths)
     # No exchange makes the costliest part cheaper than the costliest document.
     reachable = max(totals.mean() * _LEVEL, cost.max())
     for _ in range(_EXCHANGES if len(parts) > 1 else 0):

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import trainer_pt_utils
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ...packing import PackedBatchSampler, Strategy, fewest_micro_batches, recut, recut_over_ranks
@@ -124,10 +123,10 @@ class Batching:
             found.append([own[part] for part in parts] + [own[:0]] * (count - len(parts)))
         return found
 
-    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0) -> RankAwareSampler:
+    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0) -> PackedBatchSampler:
         """Build a rank's sampler of rows, for a strategy that fills rows."""
         assert self.max_length is not None, "the config requires max_length for rows"
-        return RankAwareSampler(
+        return PackedBatchSampler(
             lengths,
             rank=rank,
             capacity=self.max_length,
@@ -155,12 +154,3 @@ def deal(
         return [parts[rank::world_size] for rank in range(world_size)]
     together = groups if cut == TOGETHER else None
     return recut_over_ranks(lengths, budget=budget, world_size=world_size, quadratic=quadratic, groups=together)
-
-
-# With getattr, because transformers 5.16 does not have it; its Trainer takes no batches from a sampler.
-_BatchRebalanceSampler: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
-TAKES_BATCHES = _BatchRebalanceSampler is not object
-
-
-class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
-    """A packed sampler that the Trainer passes to the DataLoader as it does a `BatchRebalanceSampler`."""

@@ -7,6 +7,7 @@ share a prefix.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ _MASK, _IDS = "attention_mask", "input_ids"
 
 
 class CountedBatch(dict):
-    """A batch that knows the rows of its attention masks, and attaches them to the mask tensors.
+    """A batch that knows the rows of its attention masks, and attaches them to the mask tensors; also its step.
 
     As a dict it holds the batch's own values only. It keeps the rows through loader workers, pinned memory and `to` a
     device. Batches that others make from its values (accelerate's `dispatch_batches`, a user's own dict) lose them;
     then the masks are read again. `rows` are named like their mask, `compared` like the token ids that were compared:
-    they are [`SharedRows`] where some rows share a prefix.
+    they are [`SharedRows`] where some rows share a prefix. `step` is the batch's [`StepPart`] and `origins` says which
+    padded micro-batches its rows are from, if steps are cut anew.
     """
 
     def __init__(
@@ -33,17 +35,30 @@ class CountedBatch(dict):
         values: Any = (),
         rows: dict[str, PaddedRows] | None = None,
         compared: dict[str, PaddedRows] | None = None,
+        *,
+        step: Any = None,
+        origins: Any = None,
     ) -> None:
         super().__init__(values)
-        self.rows, self.compared = rows or {}, compared or {}
+        self.rows, self.compared, self.step, self.origins = rows or {}, compared or {}, step, origins
         for told, tell in ((self.rows, tell_rows), (self.compared, tell_shared)):
             for name, known in told.items():
                 if isinstance(self.get(name), torch.Tensor) and tuple(self[name].shape) == known.shape:
                     tell(self[name], known)
 
     def to(self, device: Any, **options: Any) -> CountedBatch:
-        """Copy the batch to a device. Accelerate calls this."""
-        return CountedBatch(send_to_device(dict(self), device, **options), self.rows, self.compared)
+        """Copy the batch to a device, with the micro-batches that run before it. Accelerate calls this."""
+        step = self.step
+        if step is not None and step.before:
+            step = replace(step, before=tuple(batch.to(device, **options) for batch in step.before))
+        moved = send_to_device(dict(self), device, **options)
+        return CountedBatch(moved, self.rows, self.compared, step=step, origins=self.origins)
+
+
+def counted(batch: dict[str, Any], **facts: Any) -> CountedBatch:
+    """Copy a batch as a [`CountedBatch`]; `facts` are its `step` and `origins`."""
+    known = (batch.rows, batch.compared) if isinstance(batch, CountedBatch) else ()
+    return CountedBatch(batch, *known, **facts)
 
 
 class CountingCollator:

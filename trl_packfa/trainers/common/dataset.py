@@ -69,6 +69,19 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
     return lengths - np.concatenate(saved) if saved else lengths
 
 
+def read_sizes(dataset: Dataset, lengths: np.ndarray) -> np.ndarray:
+    """Count all tokens of each document, from those that are computed, `lengths` ([`read_lengths`]); int64 `(S,)`."""
+    saved = [table[SAVED].to_numpy() for table in tables(dataset, SAVED)] if SAVED in dataset.column_names else []
+    return lengths + np.concatenate(saved) if saved else lengths
+
+
+def count_parts(dataset: Dataset, lengths: np.ndarray, budget: int) -> dict[int, list[tuple[int, int]]]:
+    """Return, by row, the computed and all tokens of each part of a row that [`split_example`] splits."""
+    rows = np.flatnonzero(lengths > budget).tolist() if SAVED in dataset.column_names else []
+    return {row: [(count_computed(part), len(part["input_ids"])) for part in split_example(dataset[row], budget)]
+            for row in rows}  # fmt: skip
+
+
 def longest_document(dataset: AnyDataset) -> tuple[int, str] | None:
     """Return tokens and description of the longest document in rows that may be split; `None` for other datasets."""
     if isinstance(dataset, IterableDataset) or SAVED not in dataset.column_names:

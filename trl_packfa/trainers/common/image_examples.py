@@ -25,7 +25,6 @@ from ...patching.inspect import inner_model, text_decoder
 from .collating import CountingCollator
 from .flops import quadratic_weight
 from .image_rows import Example, NamingCollator, rejected
-from .step_cutting import Cutter, Documents
 
 logger = get_logger(__name__)
 
@@ -61,11 +60,11 @@ class OneByOne:
     def __init__(self, collator: NamingCollator, weights: ImageWeights) -> None:
         self.collator, self.weights = collator, weights
 
-    def __call__(self, examples: Sequence[Example]) -> Documents:
+    def __call__(self, examples: Sequence[Example]) -> list[Processed]:
         """Process each example."""
-        return Documents([self._processed(example) for example in examples])
+        return [self._processed(example) for example in examples]
 
-    def _processed(self, example: Example) -> Any:
+    def _processed(self, example: Example) -> Processed:
         batch = dict(self.collator([example]))
         lengths = batch["attention_mask"].sum(1).numpy()
         longest = getattr(self.collator.collator, "max_length", None)  # a user's own collator has none
@@ -264,15 +263,13 @@ class OwnCut(NamedTuple):
         return sum(max(self.count - sum(map(len, rank.sizes)), 0) * rank.shortest for rank in self.ranks)
 
 
-class OwnCutter(Cutter):
+class OwnCutter:
     """A cutter of steps with images, in which each rank cuts its own examples, of `rows` rows.
 
     The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its
     tokens plus its image patches, weighted ([`ImageWeights`]). The budget is `max_tokens_per_microbatch`, or the size
     of the step's largest padded micro-batch, with its pads.
     """
-
-    gathers = False
 
     def __init__(self, trainer: Any, *, rows: int = 1) -> None:
         self.accelerator, self.asked = trainer.accelerator, trainer.args.max_tokens_per_microbatch
@@ -286,6 +283,9 @@ class OwnCutter(Cutter):
         """The report of the examples that have trained, by dataset name: their tokens exist only after collation."""
         return {"train": PackingReport.of_seen(*self.seen.tolist())}
 
+    def use_batch_size(self, size: int) -> None:
+        """Do nothing: the budget follows the step's padded micro-batches."""
+
     def loading(self, collate: Any) -> OneByOne:
         """Return the loader's collator, which processes each example alone; `collate` is TRL's in its wrapper."""
         return OneByOne(collate.collator, self.weights)
@@ -295,12 +295,12 @@ class OwnCutter(Cutter):
         self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
         return self._collator
 
-    def cut_own(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
+    def cut_own(self, batches: Sequence[list[Processed]], *, by_size: bool = False) -> OwnCut:
         """Cut the processed examples of a step, given by padded micro-batch.
 
         With `by_size`, only examples of padded micro-batches with equally many may share a micro-batch.
         """
-        examples: list[Any] = [example for batch in batches for example in batch.examples]
+        examples = [example for batch in batches for example in batch]
         padded = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
         tokens, patches, widths, trained, image_tokens = (
             np.array([getattr(example, name) for example in examples])

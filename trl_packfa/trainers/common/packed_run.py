@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from datasets import IterableDataset
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from ...api import unpatch
 from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel, figure
 from ...exactness import ExactnessReport
-from ...packing import PackingReport
+from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import find_state, restore_patch
 from ...runtime.override import set_inside
@@ -44,7 +45,17 @@ from .image_rows import NamingCollator, NumberedRows, look_at_images
 from .model_loading import named
 from .parallelism import agree, from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
-from .step_cutting import Documents, Slot, count_true_tokens, keep_padded
+from .step_cutting import count_true_tokens, keep_padded
+from .steps import (
+    Plan,
+    StepCollator,
+    StepRows,
+    StepSampler,
+    micro_batches_of,
+    rank_loader,
+    require_length,
+    require_whole_step,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -80,7 +91,7 @@ class PackedRun(Base):
     exactness: ExactnessReport | None = None
     _resumed_from: str | None = None
 
-    # Set by each trainer: whether the run is packed, its `identity`, and its `Cutter` if steps are re-cut.
+    # Set by each trainer: whether the run is packed, its `identity`, and its `Plan` or cutter if steps are re-cut.
     _packs: bool
     _identity: Any
     _cutter: Any = None
@@ -152,40 +163,51 @@ class PackedRun(Base):
         return size
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. If steps are re-cut, its examples are collated after the cut."""
-        if self._cutter is None:
-            return super().get_train_dataloader()
-        self.follow_batch_size()
-        with set_inside(self, data_collator=self._cutter.loading(self.data_collator)):
-            return super().get_train_dataloader()
+        """Return the training loader. If steps are planned, it yields the micro-batches of this rank's plan."""
+        size, collator, plan = self.follow_batch_size(), self.data_collator, self._cutter
+        plans = isinstance(plan, Plan)
+        if plan is not None and not plans:
+            collator = plan.loading(collator)
+        if not self._plans_batches:
+            with set_inside(self, data_collator=collator):
+                return super().get_train_dataloader()
+        dataset: Any = self._remove_unused_columns(self.train_dataset, "training")
+        sampler: Any = self._get_train_sampler(dataset)
+        if plans:
+            dataset, collator = StepRows(dataset, plan), StepCollator(collator, plan)
+        if not isinstance(sampler, PackedBatchSampler):
+            require_length(sampler, self.args)
+            sampler = StepSampler(sampler, self.args, self.accelerator, size=size, plans=plans)
+        return rank_loader(dataset, sampler, collator, self.args, self.accelerator)
+
+    @property
+    def _plans_batches(self) -> bool:
+        """`True` if the batches of a rank are planned here, not dealt by accelerate."""
+        return self._cutter is not None and not isinstance(self.train_dataset, IterableDataset)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the micro-batches of one optimizer step, and its number of items.
-
-        If steps are re-cut, there is a slot for each padded micro-batch. The last holds the step, the others are idle.
-        """
-        if self._cutter is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        if not batches:
-            return [], None
-        if not isinstance(batches[0], Documents):  # of a user's own loader
-            return batches, self._get_num_items_in_batch(batches, device)
-        slot = self._cutter.cut(batches, self.data_collator)
-        return [*(Slot([]) for _ in batches[1:]), slot], self._get_num_items_in_batch(slot.micro_batches, device)
+        """Return the batches of one optimizer step, and its number of items; cut here what could not be planned."""
+        if self._cutter is None or isinstance(self._cutter, Plan):
+            found = super().get_batch_samples(epoch_iterator, num_batches, device)
+            require_whole_step(found[0], self.args)
+            return found
+        read = list(islice(epoch_iterator, num_batches))
+        if read and isinstance(read[0], list):  # otherwise of a user's own loader
+            read = self._cutter.cut(read, self.data_collator)
+        return read, self._get_num_items_in_batch(read, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count a batch's operations as the Trainer does, which walks all parameters; an idle slot has none."""
-        idle = isinstance(inputs, Slot) and not inputs.micro_batches
-        return 0 if idle else super().floating_point_ops(inputs)
+        """Count a batch's operations as the Trainer does, which walks all parameters; an empty one has none."""
+        return sum(super(PackedRun, self).floating_point_ops(batch) for batch in micro_batches_of(inputs))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count a batch as the Trainer does. Without a mask the Trainer would tell pads by their id."""
-        if self.args.include_num_input_tokens_seen == "non_padding" and "input_ids" in inputs:
-            inputs = {**inputs, "attention_mask": torch.tensor(count_true_tokens(inputs))}
-        super()._track_num_input_tokens(inputs)
+        for batch in micro_batches_of(inputs):
+            if self.args.include_num_input_tokens_seen == "non_padding" and "input_ids" in batch:
+                batch = {**batch, "attention_mask": torch.tensor(count_true_tokens(batch))}
+            super()._track_num_input_tokens(batch)
 
     def name_rows(self, *, own_collator: bool) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""

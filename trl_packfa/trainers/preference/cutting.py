@@ -9,7 +9,7 @@ Shape letters: P pairs (or single examples, for a trainer of those), R rows of e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ from datasets import Dataset
 
 from ...errors import InvalidConfig, InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
+from ..common.collating import CountedBatch, counted
 from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
-from ..common.image_examples import OwnCutter
+from ..common.image_examples import OwnCutter, Processed
 from ..common.image_rows import Example
-from ..common.step_cutting import Cutter, Documents, Slot, of_all_ranks
+from ..common.steps import Place, Plan, StepPart, read_rows
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -31,93 +32,127 @@ _PAD = 1 / 8
 _LESS = 0.8
 
 
-class Part(NamedTuple):
-    """A micro-batch of a re-cut step."""
+@dataclass(frozen=True)
+class PairPart:
+    """The pairs of a micro-batch of a re-cut step.
 
-    pairs: tuple[int, ...]  # the numbers of its pairs in the step, in its order
-    weight: float  # of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left
-
-
-class PairSlot(Slot):
-    """A stand-in for the last padded micro-batch of a step, with the whole re-cut step.
-
-    `examples` are the step's pairs, of all ranks; with images those of this rank, processed. `cut` are the pairs of
-    each of this rank's micro-batches, `groups` the number of each pair's padded micro-batch, `own` the numbers of this
-    rank's. `lengths` are the tokens of the pairs' rows, `(P, R)`, `longest` the length of a pair's rows if it is
-    padded alone, `(P,)`. `padded` are the pairs of this rank's padded micro-batches, `widths` the length of each
-    pair's rows there, `(P,)`.
+    `numbers` are theirs in the step, `lengths` the tokens of their rows, `(P, R)`, and `widths` the length of their
+    rows in the padded run, `(P,)`. `weight` is that of their mean loss, relative to a padded micro-batch's; 0 if the
+    rank has no pairs left.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Any],
+    numbers: list[int]
+    lengths: np.ndarray
+    widths: np.ndarray
+    weight: float
+
+
+class PaddedPairs(NamedTuple):
+    """A padded micro-batch of this rank: the numbers of its pairs in the step, and its batch."""
+
+    numbers: list[int]
+    batch: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PairStep(StepPart):
+    """The place of a batch of pairs in its step. `padded` are this rank's padded micro-batches that it counts for."""
+
+    padded: tuple[PaddedPairs, ...] = ()
+    gathers: bool = True  # whether a pair of these may have run on another rank
+
+
+class CutPairs(NamedTuple):
+    """A step's pairs as a rank runs them: the numbers of the pairs of each micro-batch, and its [`PairPart`]."""
+
+    micro_batches: list[list[int]]
+    parts: list[PairPart]
+    imbalance: float
+
+    @classmethod
+    def of(
+        cls,
         cut: Sequence[Sequence[int]],
         groups: np.ndarray,
         *,
-        own: Sequence[int],
         lengths: np.ndarray,
         longest: np.ndarray,
-        collate: Callable[[list[Any]], dict[str, Any]],
         imbalance: float,
-    ) -> None:
-        # If other ranks have one micro-batch more, this rank runs its shortest pair untrained, to take part in their
-        # collectives.
-        idle = Part((int(lengths.sum(axis=1).argmin()),), 0.0)
+    ) -> CutPairs:
+        """Weight the micro-batches of `cut`.
+
+        `groups` are the number of each pair's padded micro-batch, `lengths` the tokens of the pairs' rows, `(P, R)`,
+        and `longest` the length of a pair's rows if it is padded alone, `(P,)`. If other ranks have one micro-batch
+        more, this rank runs its shortest pair untrained, to take part in their collectives.
+        """
         # All pairs of a micro-batch come from padded micro-batches of the same size.
         sizes = np.bincount(groups)[groups]
-        self.parts = [Part(tuple(pairs), len(pairs) / int(sizes[pairs[0]])) if pairs else idle for pairs in cut]
-        super().__init__([collate([examples[i] for i in part.pairs]) for part in self.parts], imbalance)
-        self.examples, self.lengths = examples, lengths
-        self.padded = [np.flatnonzero(groups == group).tolist() for group in own]
         widest = np.zeros(int(groups.max()) + 1, dtype=longest.dtype)
         np.maximum.at(widest, groups, longest)
-        self.widths = widest[groups]
+        widths = widest[groups]
+        idle = [int(lengths.sum(axis=1).argmin())]
+        weights = [len(pairs) / int(sizes[pairs[0]]) if pairs else 0.0 for pairs in cut]
+        numbers = [list(pairs) or idle for pairs in cut]
+        parts = [
+            PairPart(pairs, lengths[pairs], widths[pairs], weight)
+            for pairs, weight in zip(numbers, weights, strict=True)
+        ]
+        return cls(numbers, parts, imbalance)
 
 
-class PairCutter(Cutter):
-    """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
+class PairPlan(Plan):
+    """A plan of steps whose micro-batches of pairs have about equal cost, the same number of them on every rank.
 
-    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The pairs of all ranks are gathered. A pair that is longer than the user's budget is refused.
+    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch. A
+    pair that is longer than the user's budget is refused.
     """
 
     def __init__(self, trainer: Any, *, rows: Rows) -> None:
         args = trainer.args
-        self.rows, self.accelerator = rows, trainer.accelerator
+        self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
         self.multiple: int = args.pad_to_multiple_of or 1
-        lengths, _ = row_lengths(trainer.train_dataset, rows)
-        self.tokens = lengths.sum(axis=1)  # of each pair
+        self.lengths, _ = row_lengths(trainer.train_dataset, rows)  # `(P, R)`, of all pairs
         self.asked: int | None = args.max_tokens_per_microbatch
-        _require_budget(self.asked, self.tokens)
-        self._largest = len(rows) * int(lengths.max())
+        _require_budget(self.asked, self.lengths.sum(axis=1))
+        self._largest = len(rows) * int(self.lengths.max())
         self.use_batch_size(args.per_device_train_batch_size)
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(trainer.model) / len(rows)
 
     def use_batch_size(self, size: int) -> None:
-        """Set the default budget, see [`Cutter`]."""
-        self.budget = self.asked or size * self._largest
+        """Let the default budget and padded micro-batches follow the batch size of the padded run."""
+        self.batch_size, self.budget, self._last = size, self.asked or size * self._largest, None
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> PairSlot:
-        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
-        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        examples, groups = of_all_ranks(batches, self.accelerator)
-        lengths = np.array(
-            [[sum(len(example[column]) for column in row) for row in self.rows] for example in examples],
-            dtype=np.int64,
-        )
+    def cut(self, rows: np.ndarray) -> CutPairs:
+        """Cut a step of these rows, of all ranks."""
+        lengths, groups = self.lengths[rows], np.arange(len(rows)) // self.batch_size
         dealt = self._deal(lengths, groups)
-        return PairSlot(
-            examples,
-            dealt[rank],
+        return CutPairs.of(
+            dealt[self.rank],
             groups,
-            own=[i * world_size + rank for i in range(len(batches))],
             lengths=lengths,
             longest=-(-lengths.max(axis=1) // self.multiple) * self.multiple,
-            collate=collate,
             imbalance=imbalance(dealt, lengths.sum(axis=1), self.quadratic),
         )
+
+    def read(self, dataset: Any, place: Place) -> Any:
+        """Read the pairs of a batch, and those of its padded micro-batch."""
+        cut = self.cut_once(place.rows)
+        step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
+        first = (place.number * self.world_size + self.rank) * self.batch_size
+        padded = list(range(first, min(first + self.batch_size, len(place.rows))))
+        wanted = sorted({*padded, *(pair for i in step.held for pair in cut.micro_batches[i])})
+        examples = dict(zip(wanted, read_rows(dataset, place.rows[wanted].tolist()), strict=True))
+        micro_batches = [([examples[pair] for pair in cut.micro_batches[i]], cut.parts[i]) for i in step.held]
+        return step, micro_batches, (padded, [examples[pair] for pair in padded])
+
+    def collate(self, read: Any, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Make the batch of what was read."""
+        step, micro_batches, (numbers, examples) = read
+        padded = (PaddedPairs(numbers, collator(examples)),) if numbers else ()
+        made = [counted(collator(pairs), origins=part) for pairs, part in micro_batches]
+        return replace(step, padded=padded).holding(made, columns=self.columns)
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
         """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
@@ -125,7 +160,7 @@ class PairCutter(Cutter):
         Pairs of padded micro-batches with different sizes have different weights, so they do not share a micro-batch.
         The last padded micro-batch of an epoch may have another size.
         """
-        dealt: list[list[list[int]]] = [[] for _ in range(self.accelerator.num_processes)]
+        dealt: list[list[list[int]]] = [[] for _ in range(self.world_size)]
         sizes = np.bincount(groups)[groups]
         for size in np.unique(sizes):
             members = np.flatnonzero(sizes == size)
@@ -134,7 +169,7 @@ class PairCutter(Cutter):
         return dealt
 
     def _deal_alike(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
-        world_size, tokens, budget = self.accelerator.num_processes, lengths.sum(axis=1), self.budget
+        world_size, tokens, budget = self.world_size, lengths.sum(axis=1), self.budget
         as_padded = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
         rounds = -(-len(as_padded) // world_size)
         as_padded += [[]] * (rounds * world_size - len(as_padded))
@@ -167,19 +202,32 @@ def _require_budget(budget: int | None, tokens: np.ndarray) -> None:
 class ImagePairCutter(OwnCutter):
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> PairSlot:
-        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
-        cut = self.cut_own(batches, by_size=True)
-        return PairSlot(
-            cut.examples,
-            [[]] * (cut.count - len(cut.parts)) + cut.parts,
-            cut.padded,
-            own=range(len(batches)),
-            lengths=np.stack([example.lengths for example in cut.examples]),
-            longest=np.array([example.width for example in cut.examples]),
-            collate=self.collator(collate),
-            imbalance=cut.imbalance,
+    def cut(self, batches: Sequence[list[Processed]], collate: Callable[[list[Example]], Any]) -> list[CountedBatch]:
+        """Cut a step, given by padded micro-batch, into as many batches."""
+        own, collate = self.cut_own(batches, by_size=True), self.collator(collate)
+        cut = CutPairs.of(
+            [[]] * (own.count - len(own.parts)) + own.parts,
+            own.padded,
+            lengths=np.stack([example.lengths for example in own.examples]),
+            longest=np.array([example.width for example in own.examples]),
+            imbalance=own.imbalance,
         )
+        made = [
+            counted(collate([own.examples[i] for i in pairs]), origins=part)
+            for pairs, part in zip(cut.micro_batches, cut.parts, strict=True)
+        ]
+        padded = []
+        for group in range(len(batches)):
+            numbers = np.flatnonzero(own.padded == group).tolist()
+            # No model runs on it.
+            batch = {name: value for name, value in collate([own.examples[i] for i in numbers]).items()
+                     if not name.startswith("pixel_values")}  # fmt: skip
+            padded.append(PaddedPairs(numbers, batch))
+        steps = [
+            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, padded=(padded[number],), gathers=False)
+            for number in range(len(batches))
+        ]
+        return [step.holding([made[i] for i in step.held], columns=("input_ids",)) for step in steps]
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

@@ -24,8 +24,8 @@ from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...runtime.override import set_inside
 from ..common.packed_run import PackedRun
-from ..common.step_cutting import Slot, run_slot
-from .cutting import PairSlot, Part, Rows
+from ..common.steps import run_batch
+from .cutting import PaddedPairs, PairPart, PairStep, Rows
 
 # The key, in a row's outputs, of the reference's log-probability of its answer.
 _REFERENCE = "reference"
@@ -49,25 +49,33 @@ class RecutSteps(PackedRun):
     neftune_noise_alpha: float | None
     precompute_ref_logps: bool = False
 
-    _running: tuple[PairSlot, Part] | None = None
+    _running: PairPart | None = None
     _has_compared = False
-    # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
+    # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step; the padded
+    # micro-batches of this rank; the sum of the losses.
     _computed: dict[int, list[RowOutputs]]
+    _padded: list[PaddedPairs]
+    _trained: torch.Tensor
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
+        """Run TRL's training step for each micro-batch of a batch; log each step as the padded run does."""
         trl_step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
-        if not isinstance(inputs, PairSlot):
-            return run_slot(self, inputs, model, trl_step) if isinstance(inputs, Slot) else trl_step(inputs)
-        self._computed, parts = {}, iter(inputs.parts)
+        step = getattr(inputs, "step", None)
+        if not isinstance(step, PairStep):
+            return trl_step(inputs)
+        if not step.number:
+            self._computed, self._padded, self._trained = {}, [], torch.zeros((), device=self.args.device)
 
-        def run(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with set_inside(self, _running=(inputs, next(parts))):
+        def run(micro_batch: Any) -> torch.Tensor:
+            with set_inside(self, _running=micro_batch.origins):
                 return trl_step(micro_batch)
 
-        loss = run_slot(self, inputs, model, run)
-        self.packing_reports |= self._cutter.reports
-        self._log_as_padded(inputs, loss)
+        loss = run_batch(self, inputs, model, run)
+        self._padded += step.padded
+        self._trained += loss
+        if step.is_last:
+            self.packing_reports |= getattr(self._cutter, "reports", {})
+            self._log_as_padded(gathers=step.gathers)
         return loss
 
     def compute_loss(
@@ -77,9 +85,9 @@ class RecutSteps(PackedRun):
         if self._running is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
-        slot, part = self._running
+        part = self._running
         if self.neftune_noise_alpha is not None:  # NEFTune's noise depends on the length of a padded row
-            widths = np.tile(slot.widths[list(part.pairs)], len(self._rows))
+            widths = np.tile(part.widths, len(self._rows))
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
@@ -94,7 +102,7 @@ class RecutSteps(PackedRun):
         with set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
             loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
-            self._keep(recorder, inputs, slot, part)
+            self._keep(recorder, inputs, part)
         return loss * part.weight
 
     def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -108,39 +116,39 @@ class RecutSteps(PackedRun):
         """Return the model that computes the reference's log-probabilities of a batch, as a callable."""
         return self.ref_model or self.model
 
-    def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
+    def _keep(self, recorder: Recorder, inputs: dict[str, Any], part: PairPart) -> None:
         """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
-        pairs, count = list(part.pairs), len(part.pairs)
-        rows = recorder.rows(slot.lengths[pairs].T.ravel().tolist())
-        for at, pair in enumerate(pairs):
+        count = len(part.numbers)
+        rows = recorder.rows(part.lengths.T.ravel().tolist())
+        for at, pair in enumerate(part.numbers):
             of_pair = rows[at::count]
             for row, key in zip(of_pair, self._reference_keys, strict=False):
                 row[_REFERENCE] = inputs[key][at]
             self._computed[pair] = of_pair
 
-    def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
-        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
+    def _log_as_padded(self, *, gathers: bool) -> None:
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with ours.
+
+        With `gathers`, other ranks have run some of their pairs.
+        """
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
-        computed, as_padded = self._computed, torch.zeros_like(loss)
-        if self.accelerator.num_processes > 1 and self._cutter.gathers:
+        computed, loss = self._computed, self._trained
+        as_padded = torch.zeros_like(loss)
+        if self.accelerator.num_processes > 1 and gathers:
             mine = {
                 pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
                 for pair, rows in computed.items()
             }
             computed = {pair: rows for of_rank in gather_object([mine]) for pair, rows in of_rank.items()}
-        collate = self._cutter.collator(self.data_collator)
-        self._computed = {}
-        for pairs in slot.padded:
-            batch = collate([slot.examples[pair] for pair in pairs])
-            for name in [name for name in batch if name.startswith("pixel_values")]:
-                del batch[name]  # no model runs
+        for pairs, batch in self._padded:
             batch = self._prepare_inputs(batch)
             rows = [computed[pair][row] for row in range(len(self._rows)) for pair in pairs]
             if keys := self._reference_keys:
                 references = torch.stack([row.pop(_REFERENCE) for row in rows]).to(loss.device)
                 batch |= dict(zip(keys, references.chunk(len(keys)), strict=True))
             with torch.no_grad(), self.compute_loss_context_manager(), set_inside(self, **_REFERENCES_IN_BATCH):
-                as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
+                as_padded += by_trl(Replay(rows, loss.device), batch) / len(self._padded)
+        self._computed, self._padded = {}, []
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)

@@ -34,7 +34,7 @@ from ..common.validation import (
     runs_by_document,
 )
 from ..padding_free.padding_free import attached_run, run_without_pads
-from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
+from .cutting import ImagePairCutter, PairPlan, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
@@ -129,8 +129,8 @@ class PackedPreference(RecutSteps):
         elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
-            self._cutter = PairCutter(self, rows=self._rows)
-            require_same_documents(self.accelerator, self._cutter.tokens)
+            self._cutter = PairPlan(self, rows=self._rows)
+            require_same_documents(self.accelerator, self._cutter.lengths)
 
     def _why_kept(self) -> str:
         if hook := super()._why_kept():

@@ -8,10 +8,8 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from ...errors import InvalidConfig, VersionTooOld
+from ...errors import InvalidConfig
 from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, WRAPPED, Strategy, require_policy
-from ...versions import installed_version
-from ..common.batching import TAKES_BATCHES
 from ..common.config import CommonConfig, require_recutting
 
 LOSS_WEIGHTINGS = ("token", "example")
@@ -205,13 +203,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
 
     def _require_rows(self) -> None:
         """Require what rows of a fixed capacity need, and refuse arguments that contradict them."""
-        if not TAKES_BATCHES:
-            raise VersionTooOld(
-                f"packing_strategy='{self.packing_strategy}' needs transformers >= 5.17, found "
-                f"{installed_version('transformers')}.",
-                why=["its Trainer takes no batches from a sampler"],
-                do="Use packing_strategy='step' or 'minibatch', or upgrade transformers.",
-            )
         if self.max_length is None:
             raise InvalidConfig(
                 f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",

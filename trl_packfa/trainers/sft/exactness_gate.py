@@ -29,7 +29,7 @@ from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
 from ...terminal.telling import tell
 from ..common.parallelism import agree, from_main_rank, row_group
-from ..common.step_cutting import ORIGINS, Slot
+from ..common.steps import micro_batches_of
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
@@ -176,12 +176,12 @@ class ExactnessGate:
         """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass."""
         if self._has_proven_batch or not self.args.check_packing:
             return
-        batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
+        batches = micro_batches_of(inputs)
         if not batches:
             return
         # All ranks come here with the same batch number, because `agree` below waits for all of them.
         self._has_proven_batch = True
-        names = (FIRST_LABELS, LOSSES, ORIGINS, SOURCES)
+        names = (FIRST_LABELS, LOSSES, SOURCES)
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
 

@@ -29,11 +29,12 @@ from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP
 from ...patching.apply import find_state
 from ..common.batching import FREE
-from ..common.image_examples import OwnCutter, why_images_stay
+from ..common.collating import CountedBatch, counted
+from ..common.image_examples import OwnCutter, Processed, why_images_stay
 from ..common.image_rows import Example, image_columns
 from ..common.packed_run import HOOKS, PackedRun
 from ..common.parallelism import agree
-from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
+from ..common.step_cutting import batches_of_step, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
 
@@ -181,8 +182,8 @@ class ImageCutter(OwnCutter):
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> Slot:
-        """Re-cut a step, given by padded micro-batch; return the slot that holds it."""
+    def cut(self, batches: Sequence[list[Processed]], collate: Callable[[list[Example]], Any]) -> list[CountedBatch]:
+        """Cut a step, given by padded micro-batch, into as many batches."""
         cut, merge = self.cut_own(batches), self.collator(collate)
         self.free_budget = cut.budget
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
@@ -198,7 +199,9 @@ class ImageCutter(OwnCutter):
             weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
-        return Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
+        made = [counted(batch) for batch in micro_batches]
+        figures: dict[str, Any] = {"imbalance": cut.imbalance, "untrained": cut.untrained}
+        return batches_of_step(made, len(batches), columns=("input_ids", "labels"), **figures)
 
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:

@@ -30,8 +30,8 @@ from ...patching import inspect
 from ...patching.router_loss import BalancedModel
 from ...runtime.neftune import EmbeddingNoise
 from ...runtime.sequence_parallel import local_part
+from ..common.origins import ORIGINS, Origins
 from ..common.parallelism import row_group
-from ..common.step_cutting import ORIGINS, Origins
 from .config import PackedSFTConfig
 
 

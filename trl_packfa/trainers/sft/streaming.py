@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,13 +18,13 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import TrainingArguments
-from transformers.trainer_utils import seed_worker
 
 from ...collator import LOSSES
 from ...errors import InvalidDataset
 from ...packing import pack_buffer
 from ..common.batching import Batching
 from ..common.dataset import count_computed
+from ..common.steps import loader_options
 
 Document = dict[str, Any]
 MicroBatch = list[Document]
@@ -207,12 +206,7 @@ def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], a
         # The stream already yields micro-batches.
         batch_size=None,
         collate_fn=collator,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
-        persistent_workers=args.dataloader_persistent_workers,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        **loader_options(args),
     )
 
 

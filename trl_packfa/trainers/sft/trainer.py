@@ -6,7 +6,7 @@ calls the part that does the work:
     construction            settles arguments and refuses invalid ones before data or weights are read
     PackedRun               builds the trainer or the padded one, resumes, saves whole checkpoints and cards
     PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
-    StepCutter              cuts the documents of an optimizer step into micro-batches
+    StepPlan, StreamCutter  cut the documents of an optimizer step into micro-batches
     LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
     ExactnessGate           runs the exactness check before the first step
     SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
@@ -56,10 +56,12 @@ from ..common.model_loading import (
     require_trained,
     telling_of_targets,
 )
+from ..common.origins import ORIGINS
 from ..common.parallelism import refuse_sharded_rows, refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
 from ..common.resuming import identity
-from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, keep_padded, run_slot
+from ..common.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
+from ..common.steps import StepPart, micro_batches_of, run_batch
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
 from .construction import asks_for_packing, padded, refuse_arguments, refuse_once_patched, settle_arguments
@@ -243,12 +245,14 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         )
         if not args.strategy.recuts_steps:
             return cut
-        settings = (hook, cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size, self.train_dataset)
+        settings = (hook, cut, args.max_tokens_per_microbatch, args.per_device_train_batch_size, self.train_dataset,
+                    self.neftune_noise_alpha)  # fmt: skip
         if settings != self._cut_for:
             self._cut_for = settings
             if hook:
                 keep_padded(args, hook)
-            self._cutter = None if hook else StepCutter(self, cut=cut, why=why)
+            cutter = StreamCutter if isinstance(self.train_dataset, IterableDataset) else StepPlan
+            self._cutter = None if hook else cutter(self, cut=cut, why=why)
         return KEPT if hook else cut
 
     def _plan(self, cut: str) -> dict[str, float]:
@@ -317,14 +321,24 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
+        """Return the training loader: the micro-batches of this rank, packed. Those of a stream are cut once read."""
         self._data.batch_size = self.follow_batch_size()
+        if self.args.strategy.fills_rows and (why := self.replaced("_get_train_sampler")):
+            raise InvalidConfig(
+                f"packing_strategy='{self.args.packing_strategy}' has no use for a sampler: {why}.",
+                why=["documents are ordered so that they fill rows"],
+                do="Use packing_strategy='step' or 'minibatch', which keep the sampler's order.",
+            )
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
-            collator: Any = self.data_collator if self._cutter is None else Documents
+            collator: Any = self.data_collator if self._cutter is None else self._cutter.loading(self.data_collator)
             collator = self._get_collator_with_removed_columns(collator, description="training")
             return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
+
+    @property
+    def _plans_batches(self) -> bool:
+        return super()._plans_batches or (self.args.packing and not isinstance(self.train_dataset, IterableDataset))
 
     @property
     def _packs_eval(self) -> bool:
@@ -364,32 +378,27 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Return the micro-batches of one optimizer step, and its number of trained tokens over all ranks."""
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.args.packing or self._cutter is not None:
-            count_every_rank(self.accelerator)
-        return found
-
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        batch_samples = [counted_labels(batch, self.args.loss_weighting) for batch in batch_samples]
+        micro_batches = [part for batch in batch_samples for part in micro_batches_of(batch)]
+        batch_samples = [counted_labels(batch, self.args.loss_weighting) for batch in micro_batches]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
+        """Run TRL's training step for each micro-batch of a batch."""
         if self.args.packing:
             self._gate.prove_first_batch(model, inputs)
         self._speed.start(self._total_train_tokens)
-        if not isinstance(inputs, Slot):
+        step: StepPart | None = getattr(inputs, "step", None)
+        if step is None:
             return self._run_micro_batch(model, inputs, num_items_in_batch)
-        self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
-        self._total_train_tokens -= inputs.untrained  # TRL will add them
-        self.prove_recut_images(model)
-        return run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
+        self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
+        if step.is_last:
+            self._total_train_tokens -= step.untrained  # TRL will have added them
+        if step.held:
+            self.prove_recut_images(model)
+        return run_batch(self, inputs, model, lambda part: self._run_micro_batch(model, part, num_items_in_batch))
 
     def _prepare_input(self, data: Any) -> Any:
         waits = not copies_without_waiting(self.args)
@@ -401,6 +410,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         """Run TRL's training step on one micro-batch, with advice on out-of-memory errors and non-finite losses."""
         self._speed.add(inputs)
         with memory_advice(self.args, inputs, budget=self._cutter and self._cutter.free_budget):
+            if (origins := getattr(inputs, "origins", None)) is not None:
+                inputs = {**inputs, ORIGINS: origins}
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.packing:
             self._loss_watch.add(self.state.global_step + 1, inputs, loss)
