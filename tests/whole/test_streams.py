@@ -10,8 +10,11 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from training import arguments, losses, packed_trainer, trained
+from training import arguments, dataset, losses, packed_trainer, trained
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.packing import BFD, MINIBATCH, WRAPPED, pack_buffer
 from trl_packfa.trainers.common.batching import Batching
@@ -96,7 +99,7 @@ def test_resumed_where_it_stopped(way, stop, shards, rank):
     again = list(islice(resumed, stop + 20))
     assert again[stop:] == expected[stop:]
     assert all(len(batch) == 1 and not any(batch[0]["input_ids"]) for batch in again[:stop])
-    assert list(islice(resumed, 3)) == expected[:3]  # a second iteration begins anew
+    assert list(islice(resumed, stop + 20)) == again  # a second iteration begins at the same place
 
 
 def test_rows_hold_their_capacity_and_nobody_waits_for_long():
@@ -171,12 +174,59 @@ def test_training_goes_on_in_a_later_pass(tmp_path, strategy, shuffled):
         source = source.map(lambda d: {"input_ids": [token % 50 for token in d["input_ids"]]})
         args = arguments(out=out, packing_strategy=strategy, max_length=64, max_steps=6, per_device_train_batch_size=2,
                          save_strategy="steps", save_steps=4, check_packing=False)  # fmt: skip
-        return packed_trainer(args, train_dataset=source.shuffle(seed=0, buffer_size=3) if shuffled else source)
+        source = source.shuffle(seed=0, buffer_size=3) if shuffled else source
+        return packed_trainer(args, train_dataset=source, callbacks=[EpochEnds()])
 
     whole = trained(trainer(tmp_path / "whole"))
     resumed = trained(trainer(tmp_path / "resumed"), resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(resumed) == losses(whole) and len(losses(whole)) == 6
-    assert (tmp_path / "whole" / "checkpoint-4" / "packing_stream_0.json").exists() != shuffled
+    written = json.loads((tmp_path / "whole" / "checkpoint-4" / "packing_stream_0.json").read_text())
+    assert (written["state"] is None) == shuffled
+    assert epoch_ends(resumed) == [n for n in epoch_ends(whole) if n > 4]
+
+
+class EpochEnds(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+
+
+def epoch_ends(trainer):
+    (found,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EpochEnds)]
+    return found.steps
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("strategy", ["padded", "step", "minibatch"])
+def test_an_epoch_ends_with_a_pass(tmp_path, strategy, workers):
+    """Evaluated and saved after each pass, as by TRL; a pass that ends inside a step ends the epoch with it."""
+    options = {"max_steps": 9, "per_device_train_batch_size": 2, "eval_strategy": "epoch", "save_strategy": "epoch",
+               "max_length": 64, "dataloader_num_workers": workers}  # fmt: skip
+    own = {} if strategy == "padded" else {"packing_strategy": strategy, "check_packing": False}
+    args = arguments(SFTConfig if strategy == "padded" else PackedSFTConfig, tmp_path, **options, **own)
+    data = dataset(12).to_iterable_dataset(num_shards=max(workers, 1))
+    built = packed_trainer(args, cls=SFTTrainer if strategy == "padded" else PackedSFTTrainer, train_dataset=data,
+                           eval_dataset=dataset(4, seed=1), callbacks=[EpochEnds()])  # fmt: skip
+    trained(built)
+    history = built.state.log_history
+    assert epoch_ends(built) == [6, 9] == [entry["step"] for entry in history if "eval_loss" in entry]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-9"]
+    assert [round(entry["epoch"], 2) for entry in history if "loss" in entry][5:7] == [0.67, 1.11]
+
+
+def test_a_look_at_the_loader_takes_nothing_from_the_run(tmp_path):
+    """A callback that reads the first batches of a stream, as stock allows; the control does not."""
+
+    class Peek(TrainerCallback):
+        def on_train_begin(self, *args, train_dataloader=None, **kwargs):
+            next(iter(train_dataloader))
+
+    args = arguments(out=tmp_path, max_length=64, packing_strategy="minibatch", max_steps=3, check_packing=False)
+    runs = [losses(trained(packed_trainer(args, train_dataset=dataset(12).to_iterable_dataset(), callbacks=more)))
+            for more in ([], [Peek()])]  # fmt: skip
+    assert runs[0] == runs[1]
 
 
 def test_a_resumed_stream_is_not_read_from_its_beginning(tmp_path):

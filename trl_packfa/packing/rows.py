@@ -53,11 +53,6 @@ class PackedBatchSampler:
         """Set the epoch that the next iteration packs."""
         self.epoch = epoch
 
-    @property
-    def sampler(self) -> PackedBatchSampler:
-        """The sampler itself: accelerate sets the epoch of a batch sampler's `sampler`."""
-        return self
-
     def __len__(self) -> int:
         return -(-self.num_rows // (self.rows_per_batch * self.world_size))
 

@@ -214,29 +214,29 @@ def read_progress(folder: str | Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_stream_state(folder: str | Path, args: CommonConfig, state: dict[str, Any]) -> None:
-    """Write the position of this rank's stream.
+def write_stream_state(folder: str | Path, args: CommonConfig, state: dict[str, Any] | None, *, passes: int) -> None:
+    """Write the position of this rank's stream, and the number of passes that are over.
 
-    Nothing is written if loader workers have read ahead, or JSON cannot hold the documents. Then a resumed run reads
-    the stream from its beginning.
+    No position is written if the stream has none, loader workers have read ahead, or JSON cannot hold the documents.
+    Then a resumed run reads the stream from its beginning.
     """
-    if args.dataloader_num_workers or not state:
-        return
+    content = {"of": _stream_identity(args), "state": state or None, "passes": passes}
     try:
-        content = json.dumps({"of": _stream_identity(args), "state": state})
+        text = json.dumps({**content, "state": None} if args.dataloader_num_workers else content)
     except TypeError:
-        return
-    _stream_path(folder, args).write_text(content + "\n", encoding="utf-8")
+        text = json.dumps({**content, "state": None})
+    _stream_path(folder, args).write_text(text + "\n", encoding="utf-8")
 
 
-def read_stream_state(folder: str | Path, args: CommonConfig) -> dict[str, Any] | None:
-    """Read this rank's file of [`write_stream_state`]; return `None` if there is none from a run that packs alike."""
+def read_stream_state(folder: str | Path, args: CommonConfig) -> tuple[dict[str, Any] | None, int]:
+    """Read position and passes of [`write_stream_state`]; the position is `None` if there is none of such a run."""
     path = _stream_path(folder, args)
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not args.dataloader_num_workers and written.get("of") == _stream_identity(args):
-        return written["state"]
-    logger.warning("trl-packfa: the stream is read again from its beginning to the position of %s.", folder)
-    return None
+    state = written.get("state") if written.get("of") == _stream_identity(args) else None
+    if args.dataloader_num_workers or state is None:
+        state = None
+        logger.warning("trl-packfa: the stream is read again from its beginning to the position of %s.", folder)
+    return state, written.get("passes", 0)
 
 
 def _stream_path(folder: str | Path, args: CommonConfig) -> Path:

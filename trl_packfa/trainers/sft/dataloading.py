@@ -1,8 +1,7 @@
 """`PackedData`: the datasets of a packed run, cut with every dropped token counted, and its samplers and loaders.
 
-The way of a batch: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler or stream decides which documents share a
-micro-batch, a collator makes rows of them. Under a strategy that re-cuts whole steps, the loader yields documents that
-are not collated ([`Documents`]), and [`StepCutter`] collates them later.
+The way of a batch: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler, plan or stream decides which documents share
+a micro-batch, a collator makes rows of them.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply, send_to_device
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ from ..common.model_loading import AnyDataset
 from .config import PackedSFTConfig
 from .prepared import Prepared, settings_of
 from .raw_dataset import require_known
-from .streaming import PackedStream, resumes_by_state, stream_loader
+from .streaming import PackedStream, StreamBatches, as_it_is, resumes_by_state
 from .turns import TurnExpander, join
 
 # Columns of an example that collators read.
@@ -56,7 +56,8 @@ class PackedData:
         self.columns = [LOSSES, SAVED, *([args.loss_by] if args.loss_by else [])]
         # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
         self._uncut: dict[str, Any] = {}
-        self._stream: PackedStream | None = None
+        self._stream: StreamBatches | None = None
+        self._passes = 0  # of the stream, after which an epoch has ended
         # Of one device, once the Trainer has chosen it.
         self.batch_size: int | None = None
         self._quadratic = 0.0
@@ -167,16 +168,34 @@ class PackedData:
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
-        self._stream = PackedStream(dataset, self.batching, rank=self.args.data_parallel_rank)
+        stream, self._passes = PackedStream(dataset, self.batching, rank=self.args.data_parallel_rank), 0
         if resumed_from is not None:
-            self._stream.load_state_dict(read_stream_state(resumed_from, self.args))
-        return stream_loader(self._stream, collator, self.args)
+            state, self._passes = read_stream_state(resumed_from, self.args)
+            stream.load_state_dict(state)
+        self._stream = StreamBatches(stream, collator, self.args)
+        return DataLoader(self._stream, batch_size=None, collate_fn=as_it_is)
+
+    def ends_epoch(self, accelerator: Accelerator) -> bool:
+        """Tell whether the last step has read the end of a stream's pass, on every rank. Then the next one begins."""
+        if self._stream is None:
+            return False
+        passes = self._stream.passes
+        if self._stream.stream.is_sharded:  # otherwise every rank reads the same documents
+            found: Any = accelerator.gather(torch.tensor([passes], device=accelerator.device))
+            passes = int(found.min())
+        if passes <= self._passes:
+            return False
+        self._passes = passes
+        self._stream.end_epoch()
+        return True
 
     def save_state(self, folder: Any) -> None:
         """Write the position of a stream into a checkpoint's folder."""
         first = self.args.process_index % self.args.sequence_parallel == 0  # the others would write the same file
-        if self._stream is not None and first and resumes_by_state(self._stream.source):
-            write_stream_state(folder, self.args, self._stream.state_dict())
+        if self._stream is not None and first:
+            stream = self._stream.stream
+            state = stream.state_dict() if resumes_by_state(stream.source) else None
+            write_stream_state(folder, self.args, state, passes=self._stream.passes)
 
     def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
         """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`]."""

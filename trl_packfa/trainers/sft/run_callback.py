@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...terminal.telling import tell_data, tell_end
 
@@ -33,6 +33,13 @@ class RunCallback(TrainerCallback):
         """Set the sampler's epoch, which accelerate 1.15 does not do for a wrapped batch sampler."""
         if (sampler := self.trainer.packing_sampler) is not None:
             sampler.set_epoch(int(state.epoch or 0))  # a resumed run restores it
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """End the epoch after a step that has read the last document of a stream's pass."""
+        if self.trainer._data.ends_epoch(self.trainer.accelerator):
+            control.should_epoch_stop = True
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Tell the speed. Evaluations and checkpoints are part of the time."""

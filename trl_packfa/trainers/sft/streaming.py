@@ -1,14 +1,16 @@
 """Packing of streams: read them pass after pass, pack through a bounded buffer, deal to ranks, resume by position.
 
 A stream's length is not known, so passes follow each other without a short step in between. Every rank always has a
-micro-batch, no document is left out or seen twice in a pass, and a run resumes by counting.
+micro-batch, no document is left out or seen twice in a pass, and a run resumes by counting. An epoch of the Trainer
+ends with the step that has read the last document of a pass.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,6 +32,8 @@ Document = dict[str, Any]
 MicroBatch = list[Document]
 # Number of documents that best fit packs together, like TRL's own window. It is more if two rounds of rows hold more.
 STREAM_WINDOW = 1000
+# The position at the beginning of a stream.
+_BEGINNING = {"pass": 0, "source": None, "carry": [], "window": 0, "rounds": 0, "yielded": 0, "passes": 0}
 # A placeholder for each micro-batch that a resumed run skips.
 _SKIPPED: MicroBatch = [{"input_ids": [0, 0], "labels": [-100, -100]}]
 
@@ -43,7 +47,8 @@ class PackedStream(TorchIterableDataset):
 
     `source` has tokenized, cut documents. By the strategy of `batching`, a micro-batch has documents in the stream's
     order, or rows of `max_length` tokens: these are filled in that order, with documents cut where a row is full, or
-    by best fit, which has `window` documents in its buffer.
+    by best fit, which has `window` documents in its buffer. `passes` are those whose last document is in what was
+    yielded.
     """
 
     def __init__(
@@ -56,31 +61,35 @@ class PackedStream(TorchIterableDataset):
             source, rank = source.shard(num_shards=world_size, index=rank), 0
             batching = replace(batching, world_size=1)
         self.source, self.batching, self.rank, self.window = source, batching, rank, window
+        self.is_sharded = batching.world_size != world_size
         self._start: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
+        self.passes = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        start = self._start or {"pass": 0, "source": None, "carry": [], "window": 0, "rounds": 0, "yielded": 0}
-        self._start, self._pass = None, start["pass"]
+        start = self._start or _BEGINNING
+        self._pass, self.passes = start["pass"], start["passes"]
         if get_worker_info() is not None:
             self.source = _with_own_epoch(self.source)
         yielded = start["yielded"]
         # The Trainer skips as many batches as were trained, so yield placeholders, which cost nothing.
         yield from (_SKIPPED for _ in range(yielded))
-        documents = self._documents(start["source"])
+        documents = _Peekable(self._documents(start["source"]))
         carry, window, done = start["carry"], start["window"], start["rounds"]
+        position, passes = start["source"], start["pass"]  # `datasets` has no state before the first example
         while True:
-            # `datasets` has no state before the first example.
-            position = start["source"] if window == start["window"] else self.source.state_dict()
             # The position where the window begins. A resumed run fills and packs the window again, and skips its first
             # `rounds`.
-            mark = {"pass": self._pass, "source": position, "carry": carry, "window": window}
+            mark = {"pass": passes, "source": position, "carry": carry, "window": window}
             rounds, carry = self._rounds(documents, carry, window)
             if not rounds:
                 return  # a worker without a shard
+            position, passes = self.source.state_dict(), self._pass
+            documents.peek()  # moves on to the next pass if this one is over
             for number, round_ in enumerate(rounds[done:], start=done + 1):
                 yielded += 1
-                self._state = {**mark, "rounds": number, "yielded": yielded}
+                self.passes = self._pass if number == len(rounds) else self.passes
+                self._state = {**mark, "rounds": number, "yielded": yielded, "passes": self.passes}
                 yield round_[self.rank]
             window, done = window + 1, 0
 
@@ -199,15 +208,89 @@ def _cut_at(document: Document, tokens: int) -> tuple[Document, Document]:
     return {**document, **head}, rest
 
 
-def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> DataLoader:
-    """Build a data loader with the Trainer's settings. accelerate must not deal its micro-batches to ranks again."""
-    return DataLoader(
-        stream,
+class _Peekable(Iterator[Document]):
+    """An iterator that can look at what comes next. An error of a look is raised when it is asked for."""
+
+    def __init__(self, documents: Iterator[Document]) -> None:
+        self.documents = documents
+        self._next: list[Callable[[], Document]] = []
+
+    def __next__(self) -> Document:
+        return self._next.pop()() if self._next else next(self.documents)
+
+    def peek(self) -> None:
+        """Read the next document, if it is not read yet."""
+        if self._next:
+            return
+        try:
+            document = next(self.documents)
+            self._next = [lambda: document]
+        except Exception as error:
+            self._next = [partial(_raise, error)]
+
+
+def _raise(error: Exception) -> Document:
+    raise error
+
+
+class _Marked(TorchIterableDataset):
+    """The micro-batches of a stream, each after the number of the loader's worker and of passes that have ended."""
+
+    def __init__(self, stream: PackedStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[tuple[int, int, MicroBatch]]:
+        info = get_worker_info()
+        for documents in self.stream:
+            yield 0 if info is None else info.id, self.stream.passes, documents
+
+
+@dataclass
+class _MarkedCollator:
+    collator: Callable[[MicroBatch], Any]
+
+    def __call__(self, marked: tuple[int, int, MicroBatch]) -> tuple[int, int, Any]:
+        return *marked[:2], self.collator(marked[2])
+
+
+class StreamBatches(TorchIterableDataset):
+    """The collated micro-batches of a stream, which loader workers make. An iteration of it is an epoch.
+
+    An iteration starts anew, unless [`~StreamBatches.end_epoch`] was called. Then it goes on where the last one was.
+    """
+
+    def __init__(self, stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> None:
+        self.stream = stream
         # The stream already yields micro-batches.
-        batch_size=None,
-        collate_fn=collator,
-        **loader_options(args),
-    )
+        options = loader_options(args)
+        # With a generator of its own, so that random numbers are drawn as often as by one loader.
+        options["generator"] = torch.Generator().manual_seed(args.seed)
+        marked: Any = _MarkedCollator(collator)  # torch declares lists of examples
+        self.loader = DataLoader(_Marked(stream), batch_size=None, collate_fn=marked, **options)
+        self._readers = max(min(args.dataloader_num_workers, stream.source.num_shards), 1)
+        self._by_reader: dict[int, int] = {}
+        self._running: Iterator[Any] | None = None
+        self._continues: Iterator[Any] | None = None
+
+    @property
+    def passes(self) -> int:
+        """The number of passes whose last document has been yielded, by every worker that reads."""
+        return min(self._by_reader.values()) if len(self._by_reader) == self._readers else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._running, self._continues = iter(self.loader) if self._continues is None else self._continues, None
+        for reader, passes, batch in self._running:
+            self._by_reader[reader] = passes
+            yield batch
+
+    def end_epoch(self) -> None:
+        """Let the next iteration go on with the next pass."""
+        self._continues = self._running
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch
 
 
 def resumes_by_state(source: IterableDataset) -> bool:
