@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,6 @@ from .resuming import adapter_of, require_same_adapter, require_same_run, settin
 from .step_cutting import count_true_tokens, keep_padded
 from .steps import (
     Plan,
-    StepCollator,
     StepRows,
     StepSampler,
     micro_batches_of,
@@ -174,7 +174,7 @@ class PackedRun(Base):
         dataset: Any = self._remove_unused_columns(self.train_dataset, "training")
         sampler: Any = self._get_train_sampler(dataset)
         if plans:
-            dataset, collator = StepRows(dataset, plan), StepCollator(collator, plan)
+            dataset, collator = StepRows(dataset, plan, collator), itemgetter(0)
         if not isinstance(sampler, PackedBatchSampler):
             require_length(sampler, self.args)
             sampler = StepSampler(sampler, self.args, self.accelerator, size=size, plans=plans)

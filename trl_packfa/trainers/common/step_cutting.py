@@ -59,11 +59,11 @@ class CutStep(NamedTuple):
     imbalance: float
 
 
-class StepPlan(Plan):
-    """A plan of steps whose micro-batches have about equal cost, the same number of them on every rank.
+class TokenBudget:
+    """The budget of micro-batches of documents: `max_tokens_per_microbatch`, or the padded run's largest micro-batch.
 
-    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch,
-    which fitted in its memory. `cut` is how it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
+    The padded run's largest one fitted in its memory. `how` steps may be cut is `cut`, and `why` is the reason of a
+    restriction; see [`how_to_cut`]. `lengths` are the documents', `longest` the tokens of the one that `which` names.
 
     Raises:
         [`InvalidConfig`]: if a document, or a padded micro-batch that must stay together, is longer than the budget.
@@ -71,38 +71,53 @@ class StepPlan(Plan):
 
     columns = ("input_ids", "labels")
 
-    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
-        args, dataset = trainer.args, trainer.train_dataset
-        tell_restriction(cut, why)
-        self.how, self.asked = cut, args.max_tokens_per_microbatch
-        self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
-        self.lengths = read_lengths(dataset)
-        longest = int(self.lengths.argmax())
-        self.longest = int(self.lengths[longest])
-        if self.asked is not None:
-            which = f"document {longest}, which has {self.longest} tokens"
-            require_budget(args, self.lengths, *(longest_document(dataset) or (self.longest, which)), cut=cut)
-        self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
-        # All tokens of each row, those of a prefix that it holds several times included.
-        self.sizes = read_sizes(dataset, self.lengths)
-        self._rows = dataset
-        self.use_batch_size(args.per_device_train_batch_size)
+    def __init__(self, trainer: Any, *, cut: str, why: str, lengths: np.ndarray, longest: int, which: str) -> None:
+        if cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
+        self.how, self.asked = cut, trainer.args.max_tokens_per_microbatch
         self.quadratic = quadratic_weight(trainer.model)
+        if self.asked is not None:
+            require_budget(trainer.args, lengths, longest, which, cut=cut)
+        self._largest = int(lengths.max())
+        self.use_batch_size(trainer.args.per_device_train_batch_size)
 
     def use_batch_size(self, size: int) -> None:
-        """Let budget and padded micro-batches follow the batch size of the padded run."""
-        self.batch_size, self._last = size, None
-        self.budget = self.asked or size * self.longest
-        # By row, the computed and all tokens of each part of an example of several documents that is above the budget.
-        self.parts = {} if self._rows is None else count_parts(self._rows, self.lengths, self.budget)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_rows": None}  # loader workers have the dataset already
+        """Let the default budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
+        self.batch_size, self.budget = size, self.asked or size * self._largest
 
     @property
     def free_budget(self) -> int | None:
         """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
         return self.budget if self.how == FREE else None
+
+
+class StepPlan(TokenBudget, Plan):
+    """A plan of steps whose micro-batches have about equal cost, the same number of them on every rank."""
+
+    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
+        args, dataset = trainer.args, trainer.train_dataset
+        self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
+        # Terms of the loss that depend on a padded micro-batch, and NEFTune's noise, need them.
+        self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
+        self.lengths = read_lengths(dataset)
+        # All tokens of each row, those of a prefix that it holds several times included.
+        self.sizes = read_sizes(dataset, self.lengths)
+        self._rows = dataset
+        longest = int(self.lengths.argmax())
+        of_row = int(self.lengths[longest]), f"document {longest}, which has {self.lengths[longest]} tokens"
+        tokens, which = longest_document(dataset) or of_row
+        super().__init__(trainer, cut=cut, why=why, lengths=self.lengths, longest=tokens, which=which)
+
+    def use_batch_size(self, size: int) -> None:
+        """Let budget and padded micro-batches follow the batch size of the padded run."""
+        super().use_batch_size(size)
+        self._last = None
+        # By row, the computed and all tokens of each part of an example of several documents that is above the budget.
+        self.parts = count_parts(self._rows, self.lengths, self.budget)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_rows": None}  # loader workers have the dataset already
 
     def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
@@ -125,55 +140,31 @@ class StepPlan(Plan):
                   for part in [*dealt[self.rank], [int(lengths.argmin())]]]  # fmt: skip
         return CutStep(pieces[:-1], origins, pieces[-1], imbalance(dealt, lengths, self.quadratic))
 
-    def read(self, dataset: Any, place: Place) -> Any:
-        """Read the examples of a batch."""
+    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Read and collate the micro-batches of a batch."""
         cut = self.cut_once(place.rows)
         step = StepPart(place.number, place.batches, len(cut.micro_batches), imbalance=cut.imbalance)
-        micro_batches = [cut.micro_batches[i] or cut.idle for i in step.held]
-        pieces = [piece for part in micro_batches for piece in part]
-        examples = iter(read_rows(dataset, [piece.row for piece in pieces])) if pieces else iter(())
-        read = []
-        for i, part in zip(step.held, micro_batches, strict=True):
-            is_idle = not cut.micro_batches[i]
-            found = [split_example(next(examples), self.budget)[piece.part] for piece in part]
-            read.append(([untrained(example) for example in found] if is_idle else found, cut.origins[i], is_idle))
-        return step, read
-
-    def collate(self, read: Any, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Make the batch of what was read."""
-        step, micro_batches = read
-        made = [
-            packed_batch(collator(examples), origins, is_idle=is_idle) for examples, origins, is_idle in micro_batches
-        ]
+        made = []
+        for i in step.held:
+            pieces = cut.micro_batches[i] or cut.idle
+            whole = read_rows(dataset, [piece.row for piece in pieces])
+            examples = [split_example(one, self.budget)[piece.part] for one, piece in zip(whole, pieces, strict=True)]
+            made.append(packed_batch(collator, examples, cut.origins[i], is_idle=not cut.micro_batches[i]))
         return step.holding(made, columns=self.columns)
 
 
-class StreamCutter:
+class StreamCutter(TokenBudget):
     """A cutter of a stream's steps, in which each rank cuts its own documents, once they are read.
 
-    Only the number of micro-batches is gathered over ranks. Arguments and errors are those of [`StepPlan`]; here a
-    document may have `max_length` tokens.
+    Only the number of micro-batches is gathered over ranks. A document may have `max_length` tokens.
     """
 
     def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
-        args = trainer.args
-        tell_restriction(cut, why)
-        self.args, self.accelerator, self.how = args, trainer.accelerator, cut
-        self.longest, size = longest_of_stream(args), args.per_device_train_batch_size
-        if args.max_tokens_per_microbatch is not None:
-            which = f"a document of a stream, which may have {self.longest} tokens"
-            require_budget(args, np.full(size, self.longest), self.longest, which, cut=cut)
-        self.use_batch_size(size)
-        self.quadratic = quadratic_weight(trainer.model)
-
-    def use_batch_size(self, size: int) -> None:
-        """Let the default budget follow the batch size of the padded run."""
-        self.budget = self.args.max_tokens_per_microbatch or size * self.longest
-
-    @property
-    def free_budget(self) -> int | None:
-        """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
-        return self.budget if self.how == FREE else None
+        self.args, self.accelerator = trainer.args, trainer.accelerator
+        longest = longest_of_stream(self.args)
+        which = f"a document of a stream, which may have {longest} tokens"
+        lengths = np.full(self.args.per_device_train_batch_size, longest)
+        super().__init__(trainer, cut=cut, why=why, lengths=lengths, longest=longest, which=which)
 
     def loading(self, collate: Any) -> Any:
         """Return the loader's collator: examples are collated once their step is cut."""
@@ -196,16 +187,16 @@ class StreamCutter:
             found = gather_object([(count, costs[0])])
             count, costs = max(n for n, _ in found), [cost for _, cost in found]
         # A rank with fewer micro-batches than the others runs an untrained one first, for their collectives.
-        idle = [untrained(examples[int(lengths.argmin())])]
+        idle = [examples[int(lengths.argmin())]]
         origins = origins_of_steps(dealt, sizes, groups, rank=0)
         share = count / len(own) * origins[0].share
-        made = [packed_batch(collate(idle), Origins.none(), is_idle=True) for _ in range(count - len(own))]
+        made = [packed_batch(collate, idle, Origins.none(), is_idle=True) for _ in range(count - len(own))]
         made += [
-            packed_batch(collate([examples[i] for i in part]), replace(of, share=share), is_idle=False)
+            packed_batch(collate, [examples[i] for i in part], replace(of, share=share))
             for part, of in zip(own, origins, strict=True)
         ]
         balance = max(costs) * len(costs) / sum(costs)
-        return batches_of_step(made, len(batches), imbalance=balance, columns=("input_ids", "labels"))
+        return batches_of_step(made, len(batches), imbalance=balance, columns=self.columns)
 
 
 def batches_of_step(
@@ -216,27 +207,22 @@ def batches_of_step(
     return [part.holding([micro_batches[i] for i in part.held], columns=columns) for part in parts]
 
 
-def untrained(example: dict[str, Any]) -> dict[str, Any]:
-    """Copy an example so that none of its tokens is trained, and what was lost before it is not counted again."""
-    return {name: value for name, value in example.items() if name != LOSSES} | {
-        "labels": [-100] * len(example["input_ids"])
-    }
-
-
-def packed_batch(batch: dict[str, Any], origins: Origins | None, *, is_idle: bool) -> CountedBatch:
-    """Make a micro-batch of a step; all tokens of an idle one count as padding."""
-    made = counted(batch, origins=origins)
+def packed_batch(
+    collate: Callable[[list[Any]], dict[str, Any]],
+    examples: Sequence[dict[str, Any]],
+    origins: Origins | None,
+    *,
+    is_idle: bool = False,
+) -> CountedBatch:
+    """Collate a micro-batch of a step. An idle one trains no token, and all its tokens count as padding."""
+    if is_idle:  # what was lost of an example is counted where it trains
+        examples = [{name: value for name, value in example.items() if name != LOSSES}
+                    | {"labels": [-100] * len(example["input_ids"])} for example in examples]  # fmt: skip
+    made = counted(collate(list(examples)), origins=origins)
     layout: PackedLayout | None = made.get("packed_layout")
     if layout is not None and is_idle:
         made["packed_layout"] = replace(layout, padding=layout.num_tokens)
     return made
-
-
-def tell_restriction(cut: str, why: str) -> None:
-    """Log which examples stay together, and why."""
-    if cut != FREE:
-        kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
-        logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
 
 
 def how_to_cut(

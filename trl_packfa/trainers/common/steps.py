@@ -148,12 +148,8 @@ class Plan:
         """Cut a step of these rows, of all ranks."""
         raise NotImplementedError
 
-    def read(self, dataset: Any, place: Place) -> Any:
-        """Read the examples of a batch."""
-        raise NotImplementedError
-
-    def collate(self, read: Any, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Make the batch of what was read."""
+    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Read and collate the micro-batches of a batch."""
         raise NotImplementedError
 
     def cut_once(self, rows: np.ndarray) -> Any:
@@ -164,29 +160,16 @@ class Plan:
 
 
 class StepRows(Dataset):
-    """A dataset whose items are the examples of a [`Place`], as a plan cuts its step."""
+    """A dataset whose items are the collated batches of a plan, by their [`Place`]. Loader workers make them."""
 
-    def __init__(self, dataset: Any, plan: Plan) -> None:
-        self.dataset, self.plan = dataset, plan
+    def __init__(self, dataset: Any, plan: Plan, collator: Callable[[list[Any]], dict[str, Any]]) -> None:
+        self.dataset, self.plan, self.collator = dataset, plan, collator
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, places: list[Place]) -> list[Any]:
-        """Read the examples of a batch. torch's loader calls it once for each batch."""
-        return [self.plan.read(self.dataset, place) for place in places]
-
-
-@dataclass
-class StepCollator:
-    """A wrapper of a collator that makes the batches of a plan."""
-
-    collator: Callable[[list[Any]], dict[str, Any]]
-    plan: Plan
-
-    def __call__(self, read: list[Any]) -> CountedBatch:
-        """Make the batch of one place."""
-        return self.plan.collate(read[0], self.collator)
+    def __getitem__(self, place: Place) -> CountedBatch:
+        return self.plan.batch(self.dataset, place, self.collator)
 
 
 def loader_options(args: TrainingArguments) -> dict[str, Any]:

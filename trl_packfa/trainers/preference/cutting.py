@@ -136,23 +136,21 @@ class PairPlan(Plan):
             imbalance=imbalance(dealt, lengths.sum(axis=1), self.quadratic),
         )
 
-    def read(self, dataset: Any, place: Place) -> Any:
-        """Read the pairs of a batch, and those of its padded micro-batch."""
+    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Read and collate the micro-batches of a batch, and its padded micro-batch."""
         cut = self.cut_once(place.rows)
         step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
         first = (place.number * self.world_size + self.rank) * self.batch_size
         padded = list(range(first, min(first + self.batch_size, len(place.rows))))
         wanted = sorted({*padded, *(pair for i in step.held for pair in cut.micro_batches[i])})
         examples = dict(zip(wanted, read_rows(dataset, place.rows[wanted].tolist()), strict=True))
-        micro_batches = [([examples[pair] for pair in cut.micro_batches[i]], cut.parts[i]) for i in step.held]
-        return step, micro_batches, (padded, [examples[pair] for pair in padded])
-
-    def collate(self, read: Any, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Make the batch of what was read."""
-        step, micro_batches, (numbers, examples) = read
-        padded = (PaddedPairs(numbers, collator(examples)),) if numbers else ()
-        made = [counted(collator(pairs), origins=part) for pairs, part in micro_batches]
-        return replace(step, padded=padded).holding(made, columns=self.columns)
+        if padded:
+            step = replace(step, padded=(PaddedPairs(padded, collator([examples[pair] for pair in padded])),))
+        made = [
+            counted(collator([examples[pair] for pair in cut.micro_batches[i]]), origins=cut.parts[i])
+            for i in step.held
+        ]
+        return step.holding(made, columns=self.columns)
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
         """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
