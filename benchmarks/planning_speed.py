@@ -1,6 +1,7 @@
 """Measure the time of planning, which assigns documents to rows and steps by index.
 
 python benchmarks/planning_speed.py --documents 1000000
+python benchmarks/planning_speed.py --steps-of 1 64 1024 4096 --row 2048
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from attention_speed import draw_lengths
 
 from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
-from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
+from trl_packfa.packing import PackedBatchSampler, imbalance, recut_over_ranks
 
 # Batch size, accumulation and ranks of the paper's setting.
 _PER_DEVICE, _ACCUMULATION, _RANKS = 4, 2, 8
 _TIMED_STEPS = 200
+# Cost of attending to one token, in units of the cost of a token, for a model of 1 B parameters.
+_QUADRATIC = 1 / (6 * 2048)
 
 
 def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
@@ -45,6 +49,30 @@ def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dic
     return [_timed(name, act, count) for name, (act, count) in parts.items() if count]
 
 
+def bench_steps(*, ranks: Sequence[int], row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Measure the CPU time with which a rank plans a step of `ranks` processes, and the balance of the step.
+
+    A padded micro-batch has 4 documents, accumulation is 1 or 16; the best of three steps.
+    """
+    rng, found = np.random.default_rng(seed), []
+    for count, accumulation in product(ranks, (1, 16)):
+        size = count * accumulation * _PER_DEVICE
+        steps = [
+            np.minimum(draw_lengths(mix, size, seed=int(rng.integers(2**31))), row).astype(np.int64) for _ in range(3)
+        ]
+        options = {"budget": _PER_DEVICE * row, "world_size": count, "quadratic": _QUADRATIC}
+        seconds, balances = [], []
+        for step in steps:
+            start = time.process_time()
+            dealt = recut_over_ranks(step, **options)
+            balances.append(imbalance(dealt, step, _QUADRATIC))
+            seconds.append(time.process_time() - start)
+        found.append({"ranks": count, "accumulation": accumulation, "documents": size,
+                      "micro-batches": len(dealt[0]), "imbalance": round(float(np.mean(balances)), 4),
+                      "CPU ms": round(min(seconds) * 1e3, 1)})  # fmt: skip
+    return found
+
+
 def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, Any]:
     memory = PeakMemory()
     memory.reset()
@@ -66,8 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
+    parser.add_argument("--steps-of", type=int, nargs="+", help="plan steps of so many ranks instead")
     options = vars(parser.parse_args(argv))
-    as_json = options.pop("json")
+    as_json, ranks = options.pop("json"), options.pop("steps_of")
+    if ranks:
+        found = bench_steps(ranks=ranks, row=options["row"], mix=options["mix"])
+        return print_rows(found, as_json=as_json)
     return print_rows(bench_pack(**options), as_json=as_json)
 
 

@@ -17,7 +17,7 @@ from attention_speed import (
     document_lengths,
     draw_lengths,
 )
-from planning_speed import bench_pack
+from planning_speed import bench_pack, bench_steps
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
@@ -84,6 +84,12 @@ def test_both_sides_of_the_attention_bench_compute_the_same():
 def test_bench_pack_times_every_part():
     rows = bench_pack(documents=2000, row=256, mix="short")
     assert [row["documents"] for row in rows] == [2000, 2000, 1984] and all(row["documents/s"] > 0 for row in rows)
+
+
+def test_bench_steps_plans_a_step_of_many_ranks():
+    rows = bench_steps(ranks=[2, 16], row=256, mix="short")
+    assert [row["documents"] for row in rows] == [8, 128, 64, 1024] and all(row["CPU ms"] >= 0 for row in rows)
+    assert all(row["micro-batches"] <= row["accumulation"] and 1 <= row["imbalance"] < 2 for row in rows)
 
 
 @pytest.mark.slow

@@ -195,8 +195,9 @@ def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit:
         others = range(len(parts))
         if len(parts) > _OTHERS + 1:
             others = np.sort(np.argpartition(totals, _OTHERS)[:_OTHERS]).tolist()
-        part_of = np.concatenate([np.full(len(parts[i]) + 1, i) for i in others if i != top])
-        comes = np.concatenate([[*parts[i], -1] for i in others if i != top]).astype(np.int64)
+        others = [i for i in others if i != top]
+        part_of = np.repeat(others, [len(parts[i]) + 1 for i in others])
+        comes = np.concatenate([[*parts[i], -1] for i in others]).astype(np.int64)
         leaves = np.array(parts[top])
         # moved[i, j] is the cost that moves if document i of the costliest part is exchanged for document j.
         moved = cost[leaves][:, None] - np.where(comes >= 0, cost[comes], 0.0)

@@ -100,7 +100,8 @@ class StepPlan(TokenBudget, Plan):
         self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
         # Terms of the loss that depend on a padded micro-batch, and NEFTune's noise, need them.
         self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
-        self.lengths = read_lengths(dataset)
+        # In 32 bits, because every rank holds those of all documents.
+        self.lengths = read_lengths(dataset).astype(np.int32)
         # All tokens of each row, those of a prefix that it holds several times included.
         self.sizes = read_sizes(dataset, self.lengths)
         self._rows = dataset
@@ -122,7 +123,7 @@ class StepPlan(TokenBudget, Plan):
     def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
         groups, numbers = np.arange(len(rows)) // self.batch_size, np.zeros(len(rows), dtype=np.int64)
-        lengths, sizes = self.lengths[rows], self.sizes[rows]
+        lengths, sizes = self.lengths[rows].astype(np.int64), self.sizes[rows]
         if self.parts and not self.parts.keys().isdisjoint(rows.tolist()):
             # Parts keep the padded micro-batch of their row.
             found = [self.parts.get(row, [whole]) for row, *whole in zip(rows.tolist(), lengths, sizes, strict=True)]

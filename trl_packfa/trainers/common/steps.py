@@ -10,6 +10,7 @@ more, a batch holds micro-batches that run before it. So steps, epochs, schedule
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from .config import CommonConfig
 class Place(NamedTuple):
     """A batch of a rank in an optimizer step."""
 
-    rows: np.ndarray  # the step's rows of the dataset, of all ranks in turn, int64
+    rows: np.ndarray  # the step's rows of the dataset, of all ranks in turn, int32
     number: int  # of the batch in its step
     batches: int  # of a rank in the step
 
@@ -121,7 +122,7 @@ class StepSampler(Sampler):
 
     def _order(self) -> np.ndarray:
         """Return the rows of an epoch, the same on every rank, completed to whole rounds with the first ones."""
-        order = np.fromiter(self.sampler, dtype=np.int64)
+        order = np.fromiter(self.sampler, dtype=np.int32)
         if self.world_size == 1:
             return order[: len(self) * self.size]
         if not isinstance(self.sampler, (SeedableRandomSampler, SequentialSampler)):
@@ -137,20 +138,20 @@ class StepSampler(Sampler):
         return broadcast_object_list([order])[0]
 
 
-class Plan:
+class Plan(ABC):
     """Base class of plans: which rows a rank's micro-batches of a step hold, from lengths alone."""
 
     columns: Sequence[str] = ("input_ids",)  # of an empty batch
     # Rows and micro-batches of the last step: its batches are read one by one.
     _last: tuple[np.ndarray, Any] | None = None
 
+    @abstractmethod
     def cut(self, rows: np.ndarray) -> Any:
         """Cut a step of these rows, of all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
         """Read and collate the micro-batches of a batch."""
-        raise NotImplementedError
 
     def cut_once(self, rows: np.ndarray) -> Any:
         """Cut a step, or return the last cut if it was of the same rows."""
@@ -230,7 +231,9 @@ def run_batch(trainer: Any, batch: Any, model: Any, run: Callable[[Any], torch.T
 
     `model` is the wrapped one. The number of the step's micro-batches and their imbalance are added to TRL's metrics.
     """
-    accelerator, step = trainer.accelerator, batch.step
+    if (step := getattr(batch, "step", None)) is None:  # of a loader that plans nothing
+        return run(batch)
+    accelerator = trainer.accelerator
     steps = accelerator.sync_gradients
     loss = torch.zeros((), device=trainer.args.device)
     for micro_batch in micro_batches_of(batch):

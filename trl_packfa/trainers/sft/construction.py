@@ -199,6 +199,16 @@ def _unlike(loss_func: Any, batches: tuple[tuple[torch.Tensor, torch.Tensor], ..
     return f"its loss of two documents is {padded:.4f} padded, {packed:.4f} packed"
 
 
+def refuse_own_sampler(args: PackedSFTConfig, what: str) -> None:
+    """Refuse a user's own sampler, `what`, where rows are filled in the packer's order."""
+    if args.strategy.fills_rows and what:
+        raise InvalidConfig(
+            f"packing_strategy='{args.packing_strategy}' has no use for a sampler: {what}.",
+            why=["documents are ordered so that they fill rows"],
+            do="Use packing_strategy='step' or 'minibatch', which keep the sampler's order.",
+        )
+
+
 def refuse_once_patched(trainer: Any) -> None:
     """Refuse what is known only once the trainer's model is built and patched."""
     args, model = trainer.args, trainer.model

@@ -61,10 +61,17 @@ from ..common.parallelism import refuse_sharded_rows, refuse_short_rows, require
 from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
 from ..common.resuming import identity
 from ..common.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
-from ..common.steps import StepPart, micro_batches_of, run_batch
+from ..common.steps import micro_batches_of, run_batch
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import asks_for_packing, padded, refuse_arguments, refuse_once_patched, settle_arguments
+from .construction import (
+    asks_for_packing,
+    padded,
+    refuse_arguments,
+    refuse_once_patched,
+    refuse_own_sampler,
+    settle_arguments,
+)
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
@@ -323,12 +330,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader: the micro-batches of this rank, packed. Those of a stream are cut once read."""
         self._data.batch_size = self.follow_batch_size()
-        if self.args.strategy.fills_rows and (why := self.replaced("_get_train_sampler")):
-            raise InvalidConfig(
-                f"packing_strategy='{self.args.packing_strategy}' has no use for a sampler: {why}.",
-                why=["documents are ordered so that they fill rows"],
-                do="Use packing_strategy='step' or 'minibatch', which keep the sampler's order.",
-            )
+        refuse_own_sampler(self.args, self.replaced("_get_train_sampler"))
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
@@ -379,9 +381,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        micro_batches = [part for batch in batch_samples for part in micro_batches_of(batch)]
-        batch_samples = [counted_labels(batch, self.args.loss_weighting) for batch in micro_batches]
-        return super()._get_num_items_in_batch(batch_samples, device)
+        parts = [part for batch in batch_samples for part in micro_batches_of(batch)]
+        return super()._get_num_items_in_batch([counted_labels(p, self.args.loss_weighting) for p in parts], device)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -390,13 +391,9 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if self.args.packing:
             self._gate.prove_first_batch(model, inputs)
         self._speed.start(self._total_train_tokens)
-        step: StepPart | None = getattr(inputs, "step", None)
-        if step is None:
-            return self._run_micro_batch(model, inputs, num_items_in_batch)
-        self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
-        if step.is_last:
-            self._total_train_tokens -= step.untrained  # TRL will have added them
-        if step.held:
+        if (step := getattr(inputs, "step", None)) is not None:
+            self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
+            self._total_train_tokens -= step.untrained if step.is_last else 0  # TRL will have added them
             self.prove_recut_images(model)
         return run_batch(self, inputs, model, lambda part: self._run_micro_batch(model, part, num_items_in_batch))
 
