@@ -90,6 +90,7 @@ class PackedRun(Base):
     packing_plan: Mapping[str, float] = {}
     exactness: ExactnessReport | None = None
     _resumed_from: str | None = None
+    _operations: int | None = None  # of one token, once they are counted
 
     # Set by each trainer: whether the run is packed, its `identity`, and its `Plan` or cutter if steps are re-cut.
     _packs: bool
@@ -199,8 +200,11 @@ class PackedRun(Base):
         return read, self._get_num_items_in_batch(read, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count a batch's operations as the Trainer does, which walks all parameters; an empty one has none."""
-        return sum(super(PackedRun, self).floating_point_ops(batch) for batch in micro_batches_of(inputs))
+        """Count a batch's operations as the Trainer does. It would walk all parameters for each; here they are once."""
+        name = getattr(self.model, "main_input_name", "input_ids")  # as the Trainer asks
+        if self._operations is None:
+            self._operations = super().floating_point_ops({name: torch.empty(1)})
+        return self._operations * sum(part[name].numel() for part in micro_batches_of(inputs) if name in part)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Count a batch as the Trainer does. Without a mask the Trainer would tell pads by their id."""
