@@ -7,6 +7,7 @@ ranks: they must notice the death themselves.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -131,7 +132,8 @@ def arm(point):
     # A run without a `StepPlan`, or killed at step 0, dies while the epoch is planned.
     cuts = point["run"] != "ddp bfd" and "minibatch" not in point["run"] and step > 0
     _before(PackedSFTTrainer, "_plan", lambda *a: phase == "plan" and not cuts, die)
-    _before(StepPlan, "cut", lambda *a: phase == "plan" and cuts and at["step"] == step - 1, die)
+    planned = itertools.count()  # the loader plans a step while the one before it is read
+    _before(StepPlan, "cut", lambda *a: next(planned) == step and phase == "plan" and cuts, die)
     _half_written(lambda: phase == "writing" and at["step"] >= step, die)
     return [Watch()]
 
