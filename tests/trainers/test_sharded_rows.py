@@ -161,7 +161,7 @@ def test_ranks_of_a_group_get_the_batches_of_one_process(processes):
     def batches(rank, world_size, **options):
         args = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=world_size, dataloader_drop_last=False,
                                gradient_accumulation_steps=2)  # fmt: skip
-        whole = SimpleNamespace(split_batches=False)
+        whole = SimpleNamespace(even_batches=True)
         return list(StepSampler(SequentialSampler(range(9)), args, whole, size=2, plans=False))
 
     config = PackedSFTConfig("out", use_cpu=True, bf16=False, sequence_parallel=2)

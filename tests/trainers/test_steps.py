@@ -13,16 +13,16 @@ from training import arguments, dataset, losses, packed_trainer, padded_trainer,
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from trl_packfa import PackedSFTTrainer
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.common import steps
 from trl_packfa.trainers.common.steps import StepPart, StepSampler, micro_batches_of
 
 
-def sampler(inner, *, rank=0, world_size=1, size=2, accumulation=2, drop_last=False, split=False, plans=False):
+def sampler(inner, *, rank=0, world_size=1, size=2, accumulation=2, drop_last=False, even=True, plans=False):
     args = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=world_size, dataloader_drop_last=drop_last,
                            gradient_accumulation_steps=accumulation)  # fmt: skip
-    return StepSampler(inner, args, SimpleNamespace(split_batches=split), size=size, plans=plans)
+    return StepSampler(inner, args, SimpleNamespace(even_batches=even), size=size, plans=plans)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -34,8 +34,9 @@ def test_rows_are_dealt_as_accelerate_deals_them(count, world_size, drop_last, s
     for rank in range(world_size):
         inner = BatchSampler(SequentialSampler(range(count)), size, drop_last)
         expected = inner if world_size == 1 else BatchSamplerShard(inner, world_size, rank, split_batches=split)
-        ours = sampler(SequentialSampler(range(count)), rank=rank, world_size=world_size, size=size,
-                       drop_last=drop_last, split=split)  # fmt: skip
+        own = size // world_size if split else size
+        inner = SequentialSampler(range(count))
+        ours = sampler(inner, rank=rank, world_size=world_size, size=own, drop_last=drop_last)
         assert list(ours) == [list(batch) for batch in expected] and len(ours) == len(expected)
 
 
@@ -47,6 +48,19 @@ def test_every_rank_sees_the_whole_step():
     assert [(place.rows.tolist(), place.number, place.batches) for (place,) in places[0]] == [
         (list(range(8)), 0, 2), (list(range(8)), 1, 2), ([8, 9, 0, 1], 0, 1)
     ]  # fmt: skip
+
+
+def test_a_plan_repeats_no_row_if_the_user_wants_none_repeated():
+    places = sampler(SequentialSampler(range(9)), world_size=2, even=False, plans=True)
+    assert np.concatenate([place.rows for (place,) in places if not place.number]).tolist() == list(range(9))
+
+
+def test_a_batch_that_is_split_over_ranks_is_cut_like_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedSFTConfig, "data_parallel_size", 2)
+    args = arguments(out=tmp_path, accelerator_config={"split_batches": True}, gradient_accumulation_steps=2)
+    trainer = packed_trainer(args)
+    loader = trainer.get_train_dataloader()
+    assert trainer._cutter.batch_size == 2 == loader.batch_sampler.size and len(loader) == 12
 
 
 def test_an_order_that_differs_by_rank_is_the_main_ranks(monkeypatch):

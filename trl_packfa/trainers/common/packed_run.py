@@ -159,6 +159,8 @@ class PackedRun(Base):
     def follow_batch_size(self) -> int:
         """Return the batch size of one device now, which the budget follows: `auto_find_batch_size` lowers it."""
         size = self._train_batch_size // max(self.args.n_gpu, 1)
+        if self.accelerator.split_batches:  # accelerate's batch size is that of all devices together
+            size = max(size // self.args.data_parallel_size, 1)
         if self._cutter is not None:
             self._cutter.use_batch_size(size)
         return size
@@ -200,7 +202,7 @@ class PackedRun(Base):
         return read, self._get_num_items_in_batch(read, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count a batch's operations as the Trainer does. It would walk all parameters for each; here they are once."""
+        """Count a batch's operations as the Trainer does. Parameters are walked once, not for each batch."""
         name = getattr(self.model, "main_input_name", "input_ids")  # as the Trainer asks
         if self._operations is None:
             self._operations = super().floating_point_ops({name: torch.empty(1)})

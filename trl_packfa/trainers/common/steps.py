@@ -27,6 +27,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from ...errors import InvalidConfig
+from ...runtime.override import set_inside
 from .collating import CountedBatch
 from .config import CommonConfig
 
@@ -98,7 +99,7 @@ class StepSampler(Sampler):
         self.sampler = sampler  # under the name where accelerate sets its own random sampler
         self.args, self.accelerator, self.plans = args, accelerator, plans
         self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
-        self.size = size // self.world_size if accelerator.split_batches else size
+        self.size = size
 
     @property
     def _per_round(self) -> int:
@@ -129,6 +130,8 @@ class StepSampler(Sampler):
             order = self._as_main_rank(order)  # another sampler may draw from a generator of its rank
         if self.args.dataloader_drop_last:
             return order[: len(self) * self._per_round]
+        if self.plans and not self.accelerator.even_batches:  # a plan needs no even rounds
+            return order
         # `resize` repeats from the start, as accelerate's `even_batches` does.
         return np.concatenate([order, np.resize(order, -len(order) % self._per_round)])
 
@@ -191,9 +194,9 @@ def rank_loader(dataset: Any, sampler: Any, collator: Any, args: TrainingArgumen
 
     accelerate puts batches on the device, sets the epoch and, like in stock TRL, replaces a random sampler by its own.
     """
-    loader = accelerator.prepare(
-        DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, **loader_options(args))
-    )
+    loader: Any = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, **loader_options(args))
+    with set_inside(accelerator.dataloader_config, split_batches=False):  # they are split already
+        loader = accelerator.prepare(loader)
     if (shards := loader.batch_sampler) is not sampler:  # otherwise accelerate would deal them to ranks again
         shards.num_processes, shards.process_index = 1, 0
     return loader
