@@ -118,6 +118,14 @@ def test_a_small_budget_runs_more_micro_batches_than_the_padded_run(tmp_path):
     assert trainer.state.num_input_tokens_seen == logs[-1]["num_tokens"], "no pads"
 
 
+def test_transformers_sampler_of_batches_keeps_its_batches(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "train_sampling_strategy": "batch_rebalance"}
+    expected = trained(padded_trainer(arguments(SFTConfig, tmp_path, **options)))
+    ours = trained(packed_trainer(arguments(out=tmp_path, packing_strategy="minibatch", **options)))
+    assert_trajectory(losses(ours), losses(expected))
+    assert_another_run(losses(trained(packed_trainer(arguments(out=tmp_path)))), losses(expected))
+
+
 class Own:
     """A user's class with a sampler of its own."""
 
@@ -136,6 +144,13 @@ def test_an_own_sampler_is_honoured(strategy, tmp_path):
     expected = trained(packed_trainer(padded, cls=with_own[SFTTrainer]))
     assert_trajectory(losses(ours), losses(expected))
     assert_another_run(losses(trained(packed_trainer(args))), losses(expected))
+
+
+def test_without_a_sampler_rows_come_in_their_order(tmp_path):
+    none = type("None_", (PackedSFTTrainer,), {"_get_train_sampler": lambda self, *_: None})
+    args = arguments(out=tmp_path, train_sampling_strategy="sequential")
+    expected = losses(trained(packed_trainer(args)))
+    assert losses(trained(packed_trainer(arguments(out=tmp_path), cls=none))) == expected
 
 
 def test_a_sampler_that_cannot_be_honoured_is_refused(tmp_path):

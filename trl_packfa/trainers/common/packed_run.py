@@ -20,7 +20,7 @@ from datasets import IterableDataset
 from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedModel
 
 from ...api import unpatch
@@ -48,6 +48,7 @@ from .parallelism import agree, from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
 from .step_cutting import count_true_tokens, keep_padded
 from .steps import (
+    REBALANCES,
     Plan,
     StepRows,
     StepSampler,
@@ -176,9 +177,11 @@ class PackedRun(Base):
                 return super().get_train_dataloader()
         dataset: Any = self._remove_unused_columns(self.train_dataset, "training")
         sampler: Any = self._get_train_sampler(dataset)
+        sampler = SequentialSampler(dataset) if sampler is None else sampler  # as torch does
         if plans:
             dataset, collator = StepRows(dataset, plan, collator), itemgetter(0)
-        if not isinstance(sampler, PackedBatchSampler):
+        # Rows of `bfd`, and transformers' batch_rebalance, are batches of this rank already.
+        if not isinstance(sampler, (PackedBatchSampler, *REBALANCES)):
             require_length(sampler, self.args)
             sampler = StepSampler(sampler, self.args, self.accelerator, size=size, plans=plans)
         return rank_loader(dataset, sampler, collator, self.args, self.accelerator)

@@ -23,13 +23,16 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
-from transformers import TrainingArguments
+from transformers import TrainingArguments, trainer_pt_utils
 from transformers.trainer_utils import seed_worker
 
 from ...errors import InvalidConfig
 from ...runtime.override import set_inside
 from .collating import CountedBatch
 from .config import CommonConfig
+
+# transformers' sampler of batches, in a tuple for `isinstance`; 5.16 does not have it.
+REBALANCES = tuple(filter(None, [getattr(trainer_pt_utils, "BatchRebalanceSampler", None)]))
 
 
 class Place(NamedTuple):
