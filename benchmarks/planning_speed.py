@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from attention_speed import draw_lengths
+from rank_balance import QUADRATIC
 
 from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
@@ -23,8 +24,6 @@ from trl_packfa.packing import PackedBatchSampler, imbalance, recut_over_ranks
 # Batch size, accumulation and ranks of the paper's setting.
 _PER_DEVICE, _ACCUMULATION, _RANKS = 4, 2, 8
 _TIMED_STEPS = 200
-# Cost of attending to one token, in units of the cost of a token, for a model of 1 B parameters.
-_QUADRATIC = 1 / (6 * 2048)
 
 
 def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
@@ -60,12 +59,12 @@ def bench_steps(*, ranks: Sequence[int], row: int, mix: str, seed: int = 0) -> l
         steps = [
             np.minimum(draw_lengths(mix, size, seed=int(rng.integers(2**31))), row).astype(np.int64) for _ in range(3)
         ]
-        options = {"budget": _PER_DEVICE * row, "world_size": count, "quadratic": _QUADRATIC}
+        options = {"budget": _PER_DEVICE * row, "world_size": count, "quadratic": QUADRATIC}
         seconds, balances = [], []
         for step in steps:
             start = time.process_time()
             dealt = recut_over_ranks(step, **options)
-            balances.append(imbalance(dealt, step, _QUADRATIC))
+            balances.append(imbalance(dealt, step, QUADRATIC))
             seconds.append(time.process_time() - start)
         found.append({"ranks": count, "accumulation": accumulation, "documents": size,
                       "micro-batches": len(dealt[0]), "imbalance": round(float(np.mean(balances)), 4),

@@ -17,7 +17,7 @@ from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 
 # Cost of attending to one token, in units of the cost of a token, for a model of 1 B parameters (`quadratic_weight`).
-_QUADRATIC = 1 / (6 * 2048)
+QUADRATIC = 1 / (6 * 2048)
 _DOCUMENTS = 50_000
 _DRAWS = 20
 
@@ -34,7 +34,7 @@ def bench_balance(
         lengths = np.minimum(draw_lengths(mix, _DOCUMENTS, seed=seed), row).astype(np.int64)
         rng = np.random.default_rng(seed)
         packed = best_fit_decreasing(lengths, row, rng)
-        row_costs = np.array([document_cost(lengths[documents], _QUADRATIC).sum() for documents in packed])
+        row_costs = np.array([document_cost(lengths[documents], QUADRATIC).sum() for documents in packed])
         rows += [{"lengths": mix, "ranks": n, **_ways(lengths, row_costs, n, per_rank, row, rng)} for n in ranks]
     return rows
 
@@ -46,8 +46,8 @@ def _ways(
     drawn = [rng.choice(lengths, ranks * per_rank) for _ in range(_DRAWS)]
     ways: dict[str, Callable[[np.ndarray], float]] = {
         "step": lambda step: _ours(step, ranks, per_rank * row),
-        "longest document": lambda step: _bound(document_cost(step, _QUADRATIC), ranks),
-        "padded order": lambda step: _busiest(document_cost(step, _QUADRATIC).reshape(ranks, -1).sum(1)),
+        "longest document": lambda step: _bound(document_cost(step, QUADRATIC), ranks),
+        "padded order": lambda step: _busiest(document_cost(step, QUADRATIC).reshape(ranks, -1).sum(1)),
         "by tokens": lambda step: _dealt(step, step.astype(float), ranks),
         "by squares": lambda step: _dealt(step, step.astype(float) ** 2, ranks),
         "rows of bfd": lambda step: _busiest(rng.choice(row_costs, (ranks, rows_per_rank)).sum(1)),
@@ -56,7 +56,7 @@ def _ways(
 
 
 def _ours(step: np.ndarray, ranks: int, budget: int) -> float:
-    return imbalance(recut_over_ranks(step, budget=budget, world_size=ranks, quadratic=_QUADRATIC), step, _QUADRATIC)
+    return imbalance(recut_over_ranks(step, budget=budget, world_size=ranks, quadratic=QUADRATIC), step, QUADRATIC)
 
 
 def _bound(cost: np.ndarray, ranks: int) -> float:
@@ -67,7 +67,7 @@ def _bound(cost: np.ndarray, ranks: int) -> float:
 def _dealt(step: np.ndarray, weight: np.ndarray, ranks: int) -> float:
     """Give the heaviest remaining document to the rank with the least weight, as multipack samplers do."""
     done, costs = np.zeros(ranks), np.zeros(ranks)
-    cost = document_cost(step, _QUADRATIC)
+    cost = document_cost(step, QUADRATIC)
     for document in np.argsort(-weight, kind="stable"):
         rank = int(done.argmin())
         done[rank] += weight[document]

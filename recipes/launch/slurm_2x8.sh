@@ -3,7 +3,7 @@
 #   sbatch recipes/launch/slurm_2x8.sh recipes/RECIPE.yaml
 # Without Slurm, run the last command on every node, with its own --node_rank and the first node's --master_addr:
 #   torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr 10.0.0.1 -m trl_packfa train --config RECIPE.yaml
-# Nodes may have an output folder of their own: then set save_on_each_node: true, and resume on the same nodes.
+# Nodes may have an output folder of their own. A run resumes on the same nodes, from the first node's checkpoint.
 #SBATCH --job-name=trl-packfa
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -182,7 +182,7 @@ class PackedRun(Base):
             dataset, collator = StepRows(dataset, plan, collator), itemgetter(0)
         # Rows of `bfd`, and transformers' batch_rebalance, are batches of this rank already.
         if not isinstance(sampler, (PackedBatchSampler, *REBALANCES)):
-            require_length(sampler, self.args)
+            require_length(sampler)
             sampler = StepSampler(sampler, self.args, self.accelerator, size=size, plans=plans)
         return rank_loader(dataset, sampler, collator, self.args, self.accelerator)
 

@@ -24,7 +24,7 @@ from .config import CommonConfig
 from .dataset import count_computed, count_parts, longest_document, read_lengths, read_sizes, split_example
 from .flops import quadratic_weight
 from .origins import Origins, origins_of_steps
-from .steps import Place, Plan, StepPart, micro_batches_of, read_rows
+from .steps import Place, Plan, StepPart, batches_of_step, micro_batches_of, read_rows
 
 logger = get_logger(__name__)
 
@@ -62,7 +62,7 @@ class CutStep(NamedTuple):
 class TokenBudget:
     """The budget of micro-batches of documents: `max_tokens_per_microbatch`, or the padded run's largest micro-batch.
 
-    The padded run's largest one fitted in its memory. `how` steps may be cut is `cut`, and `why` is the reason of a
+    The padded run's largest one fitted in its memory. `cut` says how steps may be cut, and `why` is the reason of a
     restriction; see [`how_to_cut`]. `lengths` are the documents', `longest` the tokens of the one that `which` names.
 
     Raises:
@@ -70,6 +70,7 @@ class TokenBudget:
     """
 
     columns = ("input_ids", "labels")
+    budget = 0  # until the batch size is known
 
     def __init__(self, trainer: Any, *, cut: str, why: str, lengths: np.ndarray, longest: int, which: str) -> None:
         if cut != FREE:
@@ -95,6 +96,9 @@ class TokenBudget:
 class StepPlan(TokenBudget, Plan):
     """A plan of steps whose micro-batches have about equal cost, the same number of them on every rank."""
 
+    # By row, the computed and all tokens of each part of an example of several documents that is above the budget.
+    parts: dict[int, list[tuple[int, int]]]
+
     def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
         args, dataset = trainer.args, trainer.train_dataset
         self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
@@ -102,8 +106,8 @@ class StepPlan(TokenBudget, Plan):
         self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
         # In 32 bits, because every rank holds those of all documents.
         self.lengths = read_lengths(dataset).astype(np.int32)
-        # All tokens of each row, those of a prefix that it holds several times included.
-        self.sizes = read_sizes(dataset, self.lengths)
+        # For origins: all tokens of each row, those of a prefix that it holds several times included.
+        self.sizes = read_sizes(dataset, self.lengths) if self.tells_origins else self.lengths
         self._rows = dataset
         longest = int(self.lengths.argmax())
         of_row = int(self.lengths[longest]), f"document {longest}, which has {self.lengths[longest]} tokens"
@@ -112,10 +116,11 @@ class StepPlan(TokenBudget, Plan):
 
     def use_batch_size(self, size: int) -> None:
         """Let budget and padded micro-batches follow the batch size of the padded run."""
+        before = self.budget
         super().use_batch_size(size)
         self._last = None
-        # By row, the computed and all tokens of each part of an example of several documents that is above the budget.
-        self.parts = count_parts(self._rows, self.lengths, self.budget)
+        if self.budget != before:  # reading the rows takes time
+            self.parts = count_parts(self._rows, self.lengths, self.budget)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_rows": None}  # loader workers have the dataset already
@@ -157,7 +162,7 @@ class StepPlan(TokenBudget, Plan):
 class StreamCutter(TokenBudget):
     """A cutter of a stream's steps, in which each rank cuts its own documents, once they are read.
 
-    Only the number of micro-batches is gathered over ranks. A document may have `max_length` tokens.
+    Only the number of micro-batches and their cost are gathered over ranks. A document may have `max_length` tokens.
     """
 
     def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
@@ -197,15 +202,8 @@ class StreamCutter(TokenBudget):
             for part, of in zip(own, origins, strict=True)
         ]
         balance = max(costs) * len(costs) / sum(costs)
-        return batches_of_step(made, len(batches), imbalance=balance, columns=self.columns)
-
-
-def batches_of_step(
-    micro_batches: Sequence[CountedBatch], batches: int, *, columns: Sequence[str], **step: Any
-) -> list[CountedBatch]:
-    """Make the Trainer's batches of a step. `step` are more fields of [`StepPart`]."""
-    parts = [StepPart(number, batches, len(micro_batches), **step) for number in range(batches)]
-    return [part.holding([micro_batches[i] for i in part.held], columns=columns) for part in parts]
+        parts = [StepPart(number, len(batches), count, imbalance=balance) for number in range(len(batches))]
+        return batches_of_step(made, parts, columns=self.columns)
 
 
 def packed_batch(

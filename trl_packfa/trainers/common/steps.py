@@ -82,6 +82,13 @@ class StepPart:
         return last
 
 
+def batches_of_step(
+    micro_batches: Sequence[CountedBatch], parts: Sequence[StepPart], *, columns: Sequence[str]
+) -> list[CountedBatch]:
+    """Make the Trainer's batches of a step, one for each of its parts; see [`~StepPart.holding`]."""
+    return [part.holding([micro_batches[i] for i in part.held], columns=columns) for part in parts]
+
+
 def micro_batches_of(batch: Any) -> list[Any]:
     """List the micro-batches of a batch, in the order in which they run."""
     step: StepPart | None = getattr(batch, "step", None)
@@ -211,12 +218,12 @@ def read_rows(dataset: Any, rows: Sequence[int]) -> list[Any]:
     return many(list(rows)) if many is not None else [dataset[row] for row in rows]
 
 
-def require_length(sampler: Any, args: CommonConfig) -> None:
+def require_length(sampler: Any) -> None:
     """Refuse a user's sampler that does not say how many rows it draws in an epoch."""
     if not hasattr(sampler, "__len__"):
         raise InvalidConfig(
             f"{type(sampler).__name__} of _get_train_sampler has no length.",
-            why=[f"packing_strategy='{args.packing_strategy}' plans the steps of an epoch"],
+            why=["the steps of an epoch are planned before it begins"],
             do="Give it a __len__: the number of rows that it draws.",
         )
 

@@ -23,7 +23,7 @@ from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
 from ..common.image_examples import OwnCutter, Processed
 from ..common.image_rows import Example
-from ..common.steps import Place, Plan, StepPart, read_rows
+from ..common.steps import Place, Plan, StepPart, batches_of_step, read_rows
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -59,13 +59,11 @@ class PairStep(StepPart):
     """The place of a batch of pairs in its step. `padded` are this rank's padded micro-batches that it counts for."""
 
     padded: tuple[PaddedPairs, ...] = ()
-    gathers: bool = True  # whether a pair of these may have run on another rank
 
 
 class CutPairs(NamedTuple):
-    """A step's pairs as a rank runs them: the numbers of the pairs of each micro-batch, and its [`PairPart`]."""
+    """A step's pairs as a rank runs them, by micro-batch."""
 
-    micro_batches: list[list[int]]
     parts: list[PairPart]
     imbalance: float
 
@@ -97,7 +95,7 @@ class CutPairs(NamedTuple):
             PairPart(pairs, lengths[pairs], widths[pairs], weight)
             for pairs, weight in zip(numbers, weights, strict=True)
         ]
-        return cls(numbers, parts, imbalance)
+        return cls(parts, imbalance)
 
 
 class PairPlan(Plan):
@@ -142,14 +140,12 @@ class PairPlan(Plan):
         step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
         first = (place.number * self.world_size + self.rank) * self.batch_size
         padded = list(range(first, min(first + self.batch_size, len(place.rows))))
-        wanted = sorted({*padded, *(pair for i in step.held for pair in cut.micro_batches[i])})
+        held = [cut.parts[i] for i in step.held]
+        wanted = sorted({*padded, *(pair for part in held for pair in part.numbers)})
         examples = dict(zip(wanted, read_rows(dataset, place.rows[wanted].tolist()), strict=True))
         if padded:
             step = replace(step, padded=(PaddedPairs(padded, collator([examples[pair] for pair in padded])),))
-        made = [
-            counted(collator([examples[pair] for pair in cut.micro_batches[i]]), origins=cut.parts[i])
-            for i in step.held
-        ]
+        made = [counted(collator([examples[pair] for pair in part.numbers]), origins=part) for part in held]
         return step.holding(made, columns=self.columns)
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
@@ -210,10 +206,7 @@ class ImagePairCutter(OwnCutter):
             longest=np.array([example.width for example in own.examples]),
             imbalance=own.imbalance,
         )
-        made = [
-            counted(collate([own.examples[i] for i in pairs]), origins=part)
-            for pairs, part in zip(cut.micro_batches, cut.parts, strict=True)
-        ]
+        made = [counted(collate([own.examples[i] for i in part.numbers]), origins=part) for part in cut.parts]
         padded = []
         for group in range(len(batches)):
             numbers = np.flatnonzero(own.padded == group).tolist()
@@ -222,10 +215,10 @@ class ImagePairCutter(OwnCutter):
                      if not name.startswith("pixel_values")}  # fmt: skip
             padded.append(PaddedPairs(numbers, batch))
         steps = [
-            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, padded=(padded[number],), gathers=False)
+            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, padded=(padded[number],))
             for number in range(len(batches))
         ]
-        return [step.holding([made[i] for i in step.held], columns=("input_ids",)) for step in steps]
+        return batches_of_step(made, steps, columns=("input_ids",))
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

@@ -24,7 +24,7 @@ from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...runtime.override import set_inside
 from ..common.packed_run import PackedRun
-from ..common.steps import run_batch
+from ..common.steps import Plan, run_batch
 from .cutting import PaddedPairs, PairPart, PairStep, Rows
 
 # The key, in a row's outputs, of the reference's log-probability of its answer.
@@ -74,8 +74,9 @@ class RecutSteps(PackedRun):
         self._padded += step.padded
         self._trained += loss
         if step.is_last:
-            self.packing_reports |= getattr(self._cutter, "reports", {})
-            self._log_as_padded(gathers=step.gathers)
+            if not isinstance(self._cutter, Plan):  # tokens of images are counted as they train
+                self.packing_reports |= self._cutter.reports
+            self._log_as_padded()
         return loss
 
     def compute_loss(
@@ -126,15 +127,12 @@ class RecutSteps(PackedRun):
                 row[_REFERENCE] = inputs[key][at]
             self._computed[pair] = of_pair
 
-    def _log_as_padded(self, *, gathers: bool) -> None:
-        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with ours.
-
-        With `gathers`, other ranks have run some of their pairs.
-        """
+    def _log_as_padded(self) -> None:
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with ours."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, loss = self._computed, self._trained
         as_padded = torch.zeros_like(loss)
-        if self.accelerator.num_processes > 1 and gathers:
+        if self.accelerator.num_processes > 1 and isinstance(self._cutter, Plan):  # others have run some of the pairs
             mine = {
                 pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
                 for pair, rows in computed.items()

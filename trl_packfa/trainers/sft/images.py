@@ -34,7 +34,8 @@ from ..common.image_examples import OwnCutter, Processed, why_images_stay
 from ..common.image_rows import Example, image_columns
 from ..common.packed_run import HOOKS, PackedRun
 from ..common.parallelism import agree
-from ..common.step_cutting import batches_of_step, how_to_cut, keep_padded
+from ..common.step_cutting import how_to_cut, keep_padded
+from ..common.steps import StepPart, batches_of_step
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
 
@@ -200,8 +201,11 @@ class ImageCutter(OwnCutter):
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
         made = [counted(batch) for batch in micro_batches]
-        figures: dict[str, Any] = {"imbalance": cut.imbalance, "untrained": cut.untrained}
-        return batches_of_step(made, len(batches), columns=("input_ids", "labels"), **figures)
+        parts = [
+            StepPart(number, len(batches), cut.count, imbalance=cut.imbalance, untrained=cut.untrained)
+            for number in range(len(batches))
+        ]
+        return batches_of_step(made, parts, columns=("input_ids", "labels"))
 
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
