@@ -274,6 +274,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         for module in (liger, projections):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
         patched.setattr(layers, "_is_cpu", lambda device: False)
+        patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
         # TRL's head and ours call its Triton kernels, or on a CPU their torch code, which is one operator here.
