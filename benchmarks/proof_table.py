@@ -37,8 +37,6 @@ from trl_packfa.runtime.bitsandbytes import unconverted
 from trl_packfa.trainers.common.model_loading import READ_DIRECTLY
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
-KEPT = ("isolation", "input_gradients", "parity", "threshold", "gradients", "gradient_threshold", "loss", "control",
-        "mode", "seconds", "first_leak", "first_difference", "first_gradient")  # fmt: skip
 
 
 def build(name, mode, seed, scale):
@@ -100,7 +98,16 @@ def measure(job):
         return {**row, "verdict": "raises", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     if report.verdict == "not finite":  # even for single documents
         return {**row, "verdict": "cannot run", "why": "logits of documents alone are not finite"}
-    return {**row, "verdict": report.verdict, **{key: getattr(report, key) for key in KEPT}}
+    return {**row, "verdict": report.verdict, "mode": report.mode, "seconds": report.seconds,
+            **{row.kind: row._asdict() for row in report.rows}}  # fmt: skip
+
+
+_COMPARED = ("parity", "gradients")
+
+
+def _excess(row, kind):
+    """Return a difference as a share of its limit, `None` if it was not measured."""
+    return round(row[kind]["difference"] / row[kind]["allowed"], 4) if kind in row else None
 
 
 def summary(rows):
@@ -111,8 +118,7 @@ def summary(rows):
         some = [row for row in rows if (row["precision"], row["scale"]) == (mode, scale)]
         verdicts = Counter(row["verdict"] for row in some)
         exact = [row for row in some if row["verdict"] == "exact"]
-        layers = max((row["parity"] / row["threshold"] for row in exact), default=0)
-        gradients = max((row["gradients"] / row["gradient_threshold"] for row in exact if row["gradients"]), default=0)
+        layers, gradients = (max((_excess(row, kind) or 0 for row in exact), default=0) for kind in _COMPARED)
         alarms = len(some) - verdicts["exact"] - verdicts["cannot run"]
         seeds = len({row["seed"] for row in some})
         lines.append(
@@ -130,8 +136,7 @@ def write_results(path, rows):
         if row["verdict"] == "cannot run":
             found += [row["why"]]
         elif "parity" in row:
-            gradients = row["gradients"] and row["gradients"] / row["gradient_threshold"]
-            found += [round(row["parity"] / row["threshold"], 4), gradients and round(gradients, 4)]
+            found += [_excess(row, kind) for kind in _COMPARED]
         lines.append(json.dumps(found))
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

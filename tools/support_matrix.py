@@ -74,10 +74,10 @@ def _summary(model: Any, report: ExactnessReport) -> dict[str, Any]:
         "verdict": report.verdict if _keys_agree(model) else "depends on the keys",
         "level": report.level,
         "by_document": by_document,
-        "isolation": report.isolation,
-        "parity": float(f"{report.parity:.1e}"),
-        "gradients": report.gradients and float(f"{report.gradients:.1e}"),
-        "control": float(f"{report.control:.1e}"),
+        "isolation": report["isolation"].difference,
+        "parity": float(f"{report['parity'].difference:.1e}"),
+        "gradients": float(f"{report['gradients'].difference:.1e}") if "gradients" in report else None,
+        "control": float(f"{report['control'].difference:.1e}"),
         "why": _WHY[report.level].format(modules=", ".join(by_document)),
     }
 

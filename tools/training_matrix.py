@@ -80,7 +80,7 @@ def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
         "beside": ["TRL", *beside],
         **rounded(found),
         # The check of the LM head on the first batch, which some types skip.
-        "head": None if report is None or report.head is None else float(f"{report.head:.1e}"),
+        "head": float(f"{report['head'].difference:.1e}") if report is not None and "head" in report else None,
         "mfu": all("mfu" in entry for entry in logs),
     }
 

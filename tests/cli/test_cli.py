@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import logging
 import os
@@ -146,7 +145,8 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
             with pytest.raises(type(error)):
                 main(argv)
     report = trl_packfa.check(trl_packfa.patch(tiny.model(layers=2)))
-    monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: dataclasses.replace(report, isolation=1.0))
+    leak = report.with_rows([report["isolation"]._replace(difference=1.0, where="model.layers.0")])
+    monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: leak)
     assert main(["check", saved_model]) == 3
     said = capsys.readouterr().out
     assert "leak: isolation 1.0e+00" in said and "first in module" in said

@@ -23,7 +23,8 @@ from trl_packfa.patching.inspect import get_patch
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_exact_models_pass(architecture, dtype):
     report = check(patch(tiny.model(architecture).to(dtype)))
-    assert report.verdict == "exact" and report.isolation == 0.0 and report.control > VISIBLE, str(report)
+    assert report.verdict == "exact" and report["isolation"].difference == 0.0, str(report)
+    assert report["control"].difference > VISIBLE
     report.require_exact()
 
 
@@ -68,7 +69,7 @@ def test_gradients_are_left_as_they_were():
 def test_gradients_are_not_measured_where_nothing_trains():
     model = patch(tiny.model().requires_grad_(False))
     report = check(model)
-    assert (report.verdict, report.gradients, report.input_gradients) == ("exact", None, 0.0)
+    assert (report.verdict, "gradients" in report, report["input gradients"].difference) == ("exact", False, 0.0)
     assert "gradients not measured" in str(report)
 
 
@@ -83,10 +84,11 @@ def test_gradients_that_overflow_are_measured_of_smaller_losses(monkeypatch):
         return patch(model, **options)
 
     report = check(steep(unpad=True))
-    assert report.is_exact and report.gradients > 0 and report.unpadding.gradients > 0, report
+    assert report.is_exact, report
+    assert report["gradients"].difference > 0 and report["unpadding gradients"].difference > 0
     monkeypatch.setattr(subject, "_LEAST_SCALE", 1.0)
     report = check(steep())
-    assert report.verdict == "differs" and report.gradients == float("inf")
+    assert report.verdict == "differs" and report["gradients"].difference == float("inf")
     with pytest.raises(ContaminationError):
         steep(unpad=True)
 
@@ -99,7 +101,7 @@ def test_a_model_of_zeros_is_refused_in_words(part):
         for parameter in (model if part == "all" else model.lm_head).parameters():
             parameter.zero_()
     report = check(model)
-    assert report.verdict == "no power" and report.control == 0
+    assert report.verdict == "no power" and report["control"].difference == 0
     with pytest.raises(ContaminationError, match="its weights are zero"):
         report.require_exact()
 
@@ -161,7 +163,7 @@ def test_report_is_json_and_reads_well():
     assert json.loads(json.dumps(report.to_dict()))["verdict"] == "exact"
     assert str(report).startswith("exact: isolation 0.0e+00, parity ")
     assert "[llama, level attention, sdpa, float32, all parameters train]" in str(report)
-    assert [row[""] for row in report.rows()] == ["yes"] * 6
+    assert [row[""] for row in report.table()] == ["yes"] * 6
     assert report.versions["torch"] and report.seed == 0 and report.seconds > 0
 
 

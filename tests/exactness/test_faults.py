@@ -112,7 +112,7 @@ def test_positions_that_do_not_restart_are_caught_and_named():
 
     table.forward = running
     report = check(model)
-    assert (report.verdict, report.first_difference) == ("differs", "transformer.wpe"), str(report)
+    assert (report.verdict, report["parity"].where) == ("differs", "transformer.wpe"), str(report)
 
 
 def test_a_missing_boundary_label_is_caught_and_named():
@@ -125,7 +125,7 @@ def test_a_missing_boundary_label_is_caught_and_named():
     model = patch(tiny.model())
     assert check(model, collator=DataCollatorForPacking(pad_to_multiple_of=16)).verdict == "exact"
     report = check(model, collator=forgets_a_boundary)
-    assert (report.verdict, report.has_parity, report.has_loss) == ("differs", True, False)
+    assert (report.verdict, report["parity"].holds, report["loss"].holds) == ("differs", True, False)
     with pytest.raises(ContaminationError, match="a boundary is not masked"):
         report.require_exact()
 
@@ -136,7 +136,7 @@ def test_a_wrong_backward_is_caught_although_every_logit_is_right():
         return (attended if find_layout((), kwargs) is None else HalvesGradients.apply(attended)), weights
 
     report = check(wrap(patch(tiny.model()), LAYER, halves))
-    assert (report.verdict, report.has_parity, report.has_gradients) == ("differs", True, False)
+    assert (report.verdict, report["parity"].holds, report["gradients"].holds) == ("differs", True, False)
     with pytest.raises(ContaminationError, match="the packed gradient is not the sum of the documents' own"):
         report.require_exact()
 
@@ -151,7 +151,7 @@ def test_a_mixer_left_unpatched_is_caught_and_named(model_type):
     name, mixer = mixer_of(model)
     del mixer.forward
     report = check(model)
-    assert report.verdict == "leak" and name in report.first_leak, str(report)
+    assert report.verdict == "leak" and name in report["isolation"].where, str(report)
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba"])
@@ -171,7 +171,7 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
 
     mixer.forward = carried
     report = check(model)
-    assert report.verdict == "leak" and name in report.first_leak, str(report)
+    assert report.verdict == "leak" and name in report["isolation"].where, str(report)
 
 
 def test_the_reference_backend_tells_a_kernel_from_a_patch(monkeypatch):

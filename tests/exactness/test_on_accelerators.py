@@ -16,7 +16,7 @@ from trl_packfa.attention.block_mask import BLOCK, block_mask
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import isolation, measure, rounding, subject
-from trl_packfa.exactness.compare import FLOORS
+from trl_packfa.exactness.comparison import TOLERANCES
 from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
 from trl_packfa.exactness.probe import Arrangement
 from trl_packfa.patching.apply import find_state
@@ -90,10 +90,10 @@ def test_other_bits_in_every_run_are_no_leak(every, monkeypatch):
     """A GPU's kernels that add in any order; seen once in 150 proofs on an H200."""
     _unsteady(monkeypatch, 1e-6, every=every)
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
-    assert report.is_exact and report.unsteady > 0, str(report)
-    assert report.unsteady < FLOORS[torch.float32]
+    assert report.is_exact and report["steadiness"].difference > 0, str(report)
+    assert report["steadiness"].difference < TOLERANCES[torch.float32].outputs
     assert "equal runs differ by" in str(report)
-    assert any("between runs of the same tokens" in row["what"] for row in report.rows())
+    assert any("between runs of the same tokens" in row["what"] for row in report.table())
 
 
 @pytest.mark.parametrize(("by", "attend"), [(1e-6, _leaking), (1e-2, SdpaBackend.__call__), (1e-3, _leaking)])
@@ -101,7 +101,7 @@ def test_a_leak_is_found_although_runs_differ(by, attend, monkeypatch):
     """And runs that differ by more than rounding prove nothing."""
     _unsteady(monkeypatch, by, attend=attend)
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
-    assert report.verdict == "leak" and not report.is_exact and report.isolation > 0
+    assert report.verdict == "leak" and not report.is_exact and report["isolation"].difference > 0
     with pytest.raises(ContaminationError, match="runs of the same tokens differ by up to"):
         report.require_exact()
 
@@ -109,7 +109,7 @@ def test_a_leak_is_found_although_runs_differ(by, attend, monkeypatch):
 def test_a_cpus_kernels_must_give_the_same_bits(monkeypatch):
     assert isolation._is_steady(torch.device("cpu")) and not isolation._is_steady(torch.device("cuda"))
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
-    assert report.is_exact and report.unsteady == 0 and "equal runs" not in str(report)
+    assert report.is_exact and "steadiness" not in report and "equal runs" not in str(report)
     _unsteady(monkeypatch, 1e-6)
     monkeypatch.setattr(isolation, "_is_steady", lambda device: True)
     assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"
@@ -150,7 +150,7 @@ def tf32(monkeypatch):
 def test_tf32_is_no_false_alarm(tf32):
     """G15. The control does not know of it."""
     model = patch(tiny.model(**MODEL), backend="sdpa")
-    assert not check(model).has_parity
+    assert not check(model)["parity"].holds
     tf32()
     report = check(model)
     assert report.is_exact and report.dtype == "float32 with TF32 products", str(report)

@@ -23,9 +23,9 @@ def shared(model):
 def test_exact_models_are_found_exact(model_type, dtype):
     model = shared(small_model(model_type).to(dtype))
     report = find_state(model).unpadding_report
-    assert report.is_exact and report.sharing.verdict == "exact", str(report)
-    assert report.sharing.control > 100 * report.sharing.difference
-    assert str(report.sharing) in describe(model)
+    assert report.is_exact, str(report)
+    assert report["sharing control"].difference > 100 * report["sharing"].difference
+    assert str(report["sharing"]) in describe(model)
 
 
 def _first_gradient_only(own):
@@ -59,19 +59,19 @@ def _positions_of_segments(self):
 def test_positions_that_begin_anew_are_found(monkeypatch):
     model = shared(tiny.model(layers=2))
     monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
-    assert check_unpadding(model).sharing.verdict == "differs"
+    assert {row.kind for row in check_unpadding(model).failed} == {"sharing", "sharing gradients"}
     with pytest.raises(ContaminationError, match="rows that share a prefix are not exact on this model"):
         check_unpadding(model).require_exact()
     packing = check(model)
-    assert packing.verdict == "differs" and "rows that share a prefix: differs" in packing._reasons()[0]
+    assert packing.verdict == "differs" and packing.failed[0].why.startswith("rows that share a prefix differ")
 
 
 def test_gradients_that_are_not_added_are_found(monkeypatch):
     model = shared(tiny.model(layers=2))
     monkeypatch.setattr(TokenGather, "gather", _first_gradient_only(TokenGather.gather))
     report = check_unpadding(model)
-    assert report.verdict == "exact" and report.sharing.verdict == "differs" and not report.is_exact
-    assert report.sharing.first is None and report.sharing.first_gradient
+    assert report.verdict == "differs" and not report.is_exact
+    assert [(row.kind, bool(row.where)) for row in report.failed] == [("sharing gradients", True)]
     with pytest.raises(ContaminationError, match="worst in the gradient of"):
         report.require_exact()
 
@@ -81,7 +81,7 @@ def test_attention_that_loses_the_beginning_is_found(monkeypatch):
     own = dispatch.BackendChoice.attend
     monkeypatch.setattr(dispatch.BackendChoice, "attend", _without_prefix(own))
     report = check_unpadding(model)
-    assert report.sharing.verdict == "differs" and report.sharing.first == "model.layers.0.self_attn"
+    assert not report["sharing"].holds and report["sharing"].where == "model.layers.0.self_attn"
 
 
 def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
@@ -96,4 +96,4 @@ def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
 def test_short_tables_of_positions_are_proven_or_never_share():
     for most, proven in ((24, True), (20, False)):
         model = shared(small_model("gpt2", n_positions=most, max_position_embeddings=most))
-        assert (find_state(model).unpadding_report.sharing is not None) == proven
+        assert ("sharing" in find_state(model).unpadding_report) == proven

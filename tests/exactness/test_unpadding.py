@@ -23,7 +23,7 @@ from trl_packfa.patching.rotary import RotaryOverride
 def test_exact_models_are_found_exact(model_type, dtype):
     report = check_unpadding(patch(small_model(model_type).to(dtype), unpad=True))
     assert report.verdict == "exact" and report.against == "padded" and not report.pads_seen, str(report)
-    assert report.control > 100 * report.difference
+    assert report["unpadding control"].difference > 100 * report["unpadding"].difference
 
 
 def test_a_model_whose_padded_rows_are_not_its_documents_is_compared_with_these():
@@ -65,7 +65,7 @@ def test_faults_are_found(fault, large, monkeypatch):
     report = check_unpadding(model)
     assert report.verdict == "differs", str(report)
     packing = check(model)
-    assert packing.verdict == "differs" and "padded batches without their pads" in packing._reasons()[0]
+    assert packing.verdict == "differs" and "padded batches without their pads" in packing.failed[0].why
 
 
 def scale_gradient(model, layer, factor, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_large_model_on_a_cpu_runs_left_pads_through_one_layer_of_each_kind(mo
     assert calls[1] == calls[2] == calls[3] < 0.8 * calls[0]
     scale_gradient(model, 2, 0.5, monkeypatch)
     report = check_unpadding(model)
-    assert report.verdict == "differs" and report.first_gradient == "model.layers.2.mlp.down_proj.weight"
+    assert report.verdict == "differs" and report["unpadding gradients"].where == "model.layers.2.mlp.down_proj.weight"
 
 
 def test_a_gradient_that_is_nan_without_pads_alone_is_not_exact(monkeypatch):
@@ -118,7 +118,8 @@ def test_a_model_without_power_is_said_to_have_none(shared):
             torch.nn.init.zeros_(parameter)
     apply_patch(model, get_patch(model), PatchOptions(unpad=True, share_prefixes=shared))
     report = check_unpadding(model)
-    assert (report.sharing if shared else report).verdict == "no power"
+    assert report.verdict == "no power"
+    assert not report["sharing control" if shared else "unpadding control"].holds
 
 
 def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measurements():
@@ -152,10 +153,10 @@ def test_the_check_leaves_no_trace(shared):
     assert vars(find_state(model).unpadding) == counted and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     report = check(model)
-    assert report.is_exact and "unpadding" in report.to_dict()
+    assert report.is_exact and "unpadding" in report and ("sharing" in report) == shared
     if shared:
-        assert report.to_dict()["unpadding"]["sharing"]["control"] > 0.1
-        assert [row["verdict"] for row in report.rows()][-2:] == ["sharing", ""]
+        assert report["sharing control"].difference > 0.1
+        assert [row["verdict"] for row in report.table()][-3:] == ["sharing", "", ""]
 
 
 def test_only_what_is_patched_so_is_measured():

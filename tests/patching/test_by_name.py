@@ -226,7 +226,7 @@ def test_check_finds_what_does_not_reach_the_attention():
     model.set_attn_implementation("packfa")  # as it is made it would be refused
     report = trl_packfa.check(model)
     assert not report.is_exact
-    assert "cu_seq_lens_q do not reach" in report.first_leak
+    assert "cu_seq_lens_q do not reach" in report["isolation"].where
 
 
 def test_an_adapter_packs():

@@ -34,7 +34,7 @@ def test_a_type_is_exact_at_its_level(model_type):
     before = model(**ids).logits
     assert f"level: {LEVELS[model_type]}" in describe(patch(model))
     report = check(model)
-    assert report.verdict == "exact" and report.control > VISIBLE, str(report)
+    assert report.verdict == "exact" and report["control"].difference > VISIBLE, str(report)
     assert torch.equal(unpatch(model)(**ids).logits, before)
 
 

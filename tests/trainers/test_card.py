@@ -1,7 +1,5 @@
 """The model card's section on packing."""
 
-import dataclasses
-
 import tiny
 from training import arguments, packed_trainer, trained
 
@@ -14,7 +12,7 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     section = card.split("## Packing\n")[1].split("\n## ")[0]
     proof = trainer.exactness
     for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{proof.level}`",
-                 f"attention backend `{proof.backend}`", f"isolation {proof.isolation:.1e}", "documents 48",
+                 f"attention backend `{proof.backend}`", str(proof["isolation"]), "documents 48",
                  f"transformers {proof.versions['transformers']}"):  # fmt: skip
         assert part in section, part
     assert card.index("## Training procedure") < card.index("## Packing") < card.index("## Citations")
@@ -33,7 +31,8 @@ def test_a_card_without_proof_says_so(tmp_path):
 def test_the_verdict_on_the_card_is_the_reports(tmp_path):
     """The negative control: a report of a leak does not read as exact."""
     trainer = packed_trainer(arguments(out=tmp_path))
-    leak = dataclasses.replace(trainer.prove(), isolation=1.0)
+    report = trainer.prove()
+    leak = report.with_rows([report["isolation"]._replace(difference=1.0)])
     assert "verdict `leak`" in packing_section(trainer.args.card_settings, {}, leak)
 
 

@@ -18,7 +18,7 @@ from trl import SFTTrainer
 import trl_packfa
 from trl_packfa import PackedSFTConfig, padding_free
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
-from trl_packfa.exactness import ShardedRowProof
+from trl_packfa.exactness import Comparison
 from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, require_shareable, share_rows
 from trl_packfa.trainers.common.steps import StepSampler
 from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
@@ -122,12 +122,15 @@ def test_rows_shorter_than_their_processes_are_refused():
 
 
 def test_a_row_that_differs_is_refused():
-    proof = ShardedRowProof(2e-7, 1e-3, 1e-6, 3e-4, "lm_head.weight", 2)
-    proof.require_exact()
-    said = r"rows that 2 processes share are not exact(.|\n)*lm_head.weight"
-    for wrong in (proof._replace(difference=0.1), proof._replace(gradient=0.5), proof._replace(gradient=float("nan"))):
-        with pytest.raises(ContaminationError, match=said):
-            wrong.require_exact()
+    row = Comparison("shared row", 2e-7, 1e-3, of="2")
+    gradients = Comparison("shared row gradients", 1e-6, 3e-4, "lm_head.weight", of="2")
+    row.require()
+    gradients.require()
+    with pytest.raises(ContaminationError, match=r"2 processes share are not exact.*log-probabilities is off"):
+        row._replace(difference=0.1).require()
+    for wrong in (0.5, float("nan")):
+        with pytest.raises(ContaminationError, match=r"the gradient of lm_head\.weight is off by"):
+            gradients._replace(difference=wrong).require()
 
 
 @pytest.mark.parametrize(

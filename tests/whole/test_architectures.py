@@ -215,4 +215,4 @@ def test_a_stateful_mixer_beside_the_attention_fails_the_check():
     model = small_model("minimax")
     apply_patch(model, Patch(model_types=("minimax",)))
     report = check(model)
-    assert report.verdict == "leak" and report.first_leak is not None
+    assert report.verdict == "leak" and report["isolation"].where

@@ -251,7 +251,7 @@ def test_rotation_that_ends_at_position_64_is_seen(dtype):
 
     with context:
         report = check(wrap(model, LAYER, fault))
-    assert report.verdict == "differs" and report.first_difference.startswith(LAYER), str(report)
+    assert report.verdict == "differs" and report["parity"].where.startswith(LAYER), str(report)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -386,7 +386,7 @@ def test_a_large_loss_is_no_alarm():
         model.lm_head.weight *= 2000
     report = check(patch(model))
     assert report.verdict == "exact", str(report)
-    assert_rounding(report.loss, allowed=FLOAT64)
+    assert_rounding(report["loss"].difference, allowed=FLOAT64)
 
 
 @pytest.mark.parametrize("model_type", ["zaya", "minimax_m3_vl_text"])
@@ -397,4 +397,4 @@ def test_gradients_that_cancel_are_no_alarm(model_type):
     with torch.autocast("cpu", torch.bfloat16):
         report = check(model, seed=2)
     assert report.verdict == "exact", str(report)
-    assert report.gradients < 0.5 * report.gradient_threshold
+    assert report["gradients"].difference < 0.5 * report["gradients"].allowed

@@ -13,8 +13,7 @@ from .output import add_json, print_rows
 if TYPE_CHECKING:  # the command's help must not import torch
     from torch import nn
 
-    from ..exactness import ExactnessReport
-    from ..exactness.unpadding_report import UnpaddingReport
+    from ..exactness import ExactnessReport, UnpaddingReport
 
 # Not 1: that code means that the command could not run.
 NOT_EXACT = 3
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        print_rows(report.rows(), as_json=False)
+        print_rows(report.table(), as_json=False)
         print(f"{report}\n{report.seconds:.1f} s")
         try:
             report.require_exact()

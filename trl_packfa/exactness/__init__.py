@@ -5,15 +5,16 @@ It measures a few documents, short and long, and gives a number for each measure
 boundaries removed, the same measurement must show a leak, or it proves nothing.
 """
 
+from .comparison import Comparison as Comparison
 from .first_batch import check_batch as check_batch
 from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of
 from .quiet import quiet as quiet
 from .report import ExactnessReport as ExactnessReport
+from .report import UnpaddingReport as UnpaddingReport
 from .reuse import keep_proof as keep_proof
 from .reuse import machines_proof as machines_proof
 from .reuse import proof_identity as proof_identity
 from .reuse import reusable_proof as reusable_proof
-from .sharded_rows import ShardedRowProof as ShardedRowProof
 from .sharded_rows import check_sharded_row as check_sharded_row
 from .unpadding import check_unpadding as check_unpadding

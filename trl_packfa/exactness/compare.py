@@ -8,39 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
+from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .following import Key
 
-# Differences up to here are always allowed. In float32 packed and padded runs of 181 architectures differ by less than
-# a third of it, and faults by more than a hundred times as much. In half precision it is two last places.
-FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
-# Gradients of matrices are products, which are summed in float32. Gradients of norms and biases are sums over tokens,
-# and torch's kernels sum them in half precision: over 570 tokens they are off by up to a sixth.
-_VECTOR_FLOOR = 0.25
-GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# A difference may be this many times the measured rounding. A layer's output has thousands of numbers, so its rounding
-# varies less than that of a parameter's gradient: a bias has only few numbers.
-NOISE_FACTOR, _GRADIENT_NOISE_FACTOR = 4.0, 6.0
+# A gradient may differ by this many times the measured rounding: a bias has only few numbers, so its rounding varies
+# more than that of a layer's output.
+_GRADIENT_NOISE_FACTOR = 6.0
 # Very small tokens and gradients are compared with this share of the usual size instead of their own.
 _SMALL, _SMALL_GRADIENT = 1e-1, 1e-2
 _K = TypeVar("_K", str, int)
-
-
-class Finding(NamedTuple):
-    """The relative difference that comes nearest to its limit, or exceeds it most."""
-
-    where: str  # the module, or the parameter
-    difference: float
-    allowed: float
-    noise: float
-
-    @property
-    def excess(self) -> float:
-        """The difference as a share of its limit."""
-        return self.difference / self.allowed
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
@@ -78,14 +58,15 @@ def routed_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: 
 
 def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
-) -> tuple[Finding, str | None]:
+) -> tuple[Comparison, str | None]:
     """Return the worst difference, and the first module in forward order whose difference is not allowed."""
     # Noise is one random draw of rounding. If it is small by chance, the model's median noise is used.
     usual = median(noise.values()) if noise else 0.0
     findings = []
     for (key, document), difference in found.items():
         own = max(noise.get((key, document), 0.0), usual)
-        findings.append(Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own))
+        allowed = max(NOISE_FACTOR * own, TOLERANCES[dtype].outputs)
+        findings.append(Comparison("parity", difference, allowed, key.module, own))
     # `not ... <= 1`, because NaN is neither above nor below 1, and must count as too large.
     first = next((finding.where for finding in findings if not finding.excess <= 1), None)
     return max(findings, key=lambda finding: finding.excess), first
@@ -107,7 +88,7 @@ def worst_gradient(
     noise: Mapping[_K, float],
     dtype: torch.dtype,
     dimensions: Mapping[_K, int] | None = None,
-) -> Finding:
+) -> Comparison:
     """Return the worst gradient, by its relative difference in `found` and that from rounding in `noise`.
 
     Keys are names of parameters, and `dimensions` are those of each. Without `dimensions`, keys are documents, for the
@@ -115,13 +96,12 @@ def worst_gradient(
     """
     usual, findings = median(noise.values()) if noise else 0.0, []
     for key, difference in found.items():
-        least, own = GRADIENT_FLOORS[dtype], max(noise.get(key, 0.0), usual)
-        if dimensions is not None and dimensions[key] < 2 and dtype.itemsize < 4:
-            least = max(least, _VECTOR_FLOOR)
+        is_vector, own = dimensions is not None and dimensions[key] < 2, max(noise.get(key, 0.0), usual)
+        least = TOLERANCES[dtype].vectors if is_vector else TOLERANCES[dtype].gradients
         if not (math.isfinite(own) and math.isfinite(difference)):  # no noise is allowed
             own, difference = 0.0, math.inf
         where = "the embeddings" if dimensions is None else str(key)
-        findings.append(Finding(where, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))
+        findings.append(Comparison("gradients", difference, max(_GRADIENT_NOISE_FACTOR * own, least), where, own))
     return max(findings, key=lambda finding: finding.excess)
 
 

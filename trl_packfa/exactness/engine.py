@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .compare import (
-    Finding,
     relative_difference,
     relative_gradients,
     relative_logits,
@@ -25,6 +24,7 @@ from .compare import (
     worst,
     worst_gradient,
 )
+from .comparison import Comparison
 from .following import Key, Run
 from .probe import dtype_of
 from .rounding import last_places_off
@@ -42,14 +42,14 @@ _STATES, _LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the L
 Way: TypeAlias = "Callable[[float | None, Run], Run]"
 
 
-class Comparison(NamedTuple):
+class Compared(NamedTuple):
     """Differences between the candidates and the reference."""
 
     reference: Run
     noise: Differences  # rounding of every layer and document
-    forward: Finding  # the worst layer or output
+    forward: Comparison  # the worst layer or output
     first: str | None  # the first module beyond its limit
-    gradients: Finding | None  # the worst parameter, or the embeddings; `None` if nothing trains
+    gradients: Comparison | None  # the worst parameter, or the embeddings; `None` if nothing trains
     where: int  # index of the candidate with the worst layer
 
     @property
@@ -57,17 +57,10 @@ class Comparison(NamedTuple):
         """The worst difference as a share of its limit."""
         return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
 
-    def measured(self) -> dict[str, Any]:
-        """Return the fields of a [`ComparisonReport`], without the control."""
-        gradients = self.gradients
-        return {
-            "difference": self.forward.difference,
-            "allowed": self.forward.allowed,
-            "gradients": gradients and gradients.difference,
-            "gradients_allowed": gradients and gradients.allowed,
-            "first": self.first,
-            "first_gradient": gradients.where if gradients is not None and gradients.excess > 1 else None,
-        }
+    def rows(self, kind: str, of: str = "") -> list[Comparison]:
+        """Return the comparisons of a report: of this kind, and of its gradients."""
+        forward = self.forward.named(kind, where=self.first or self.forward.where, of=of)
+        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients")])]
 
 
 def compare(
@@ -79,7 +72,7 @@ def compare(
     others: Sequence[Way] = (),
     gradients: bool = True,
     names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
-) -> Comparison:
+) -> Compared:
     """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
     The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
@@ -191,7 +184,7 @@ def _rounding(subject: Subject, rounding: Way, expected: Run, gradients: bool) -
 
 def _judged(
     subject: Subject, expected: Run, norms: list[float], found: list[_Differences], noise: _Differences
-) -> Comparison:
+) -> Compared:
     """Compare the differences of all ways with what rounding changes; `norms` are of the reference's gradients."""
     dtype = rounding_dtype(subject.model, dtype_of(expected))
     # Each way is judged by itself, as a document and layer may be wrong in only one of them.
@@ -204,4 +197,4 @@ def _judged(
         changed, rounded = (relative_gradients(names, by, norms) for by in (largest, noise.gradients))
         gradients.append(worst_gradient(changed, rounded, dtype, names))
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    return Comparison(expected, noise.layers, forward, first, gradient, where)
+    return Compared(expected, noise.layers, forward, first, gradient, where)

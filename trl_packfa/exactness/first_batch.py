@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..errors import ContaminationError
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
 from ..layout.shard import RowShard
@@ -33,7 +32,8 @@ from ..runtime.override import set_inside
 from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from ..runtime.zero3 import is_engine, is_in_parts
-from .compare import GRADIENT_FLOORS, NOISE_FACTOR, nan_as_inf, relative_difference
+from .compare import nan_as_inf, relative_difference
+from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
@@ -48,60 +48,15 @@ _DOCUMENTS, _ROUNDED, _SHARE, _AGAIN = 8, 3, 0.4, 2
 _SAMPLES, _CHUNK = 16, 64
 # A document with fewer trained tokens has no meaningful median.
 _FEW = 8
-# Smaller differences of log-probabilities, in nats, do not matter: two last places of a logit of eight.
-FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
-
-
-class HeadProof(NamedTuple):
-    """Difference between the LM head that trains and the model's own logits, for the worst quantity."""
-
-    difference: float
-    allowed: float
-    what: str  # name of this quantity
-    positions: int  # number of trained positions
-
-    def require_exact(self) -> None:
-        """Raise [`ContaminationError`] with the numbers if the head computes another loss."""
-        if self.difference <= self.allowed:
-            return
-        raise ContaminationError(
-            f"the LM head that trains is not exact on the first training batch: {self.what} of {self.positions} "
-            f"trained positions is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
-            why=["the head scores trained positions with its own forward and backward; they differ from the model's "
-                 "own logits with torch's cross-entropy"],
-            do="Please report it. check_packing=False trains without this proof.",
-        )  # fmt: skip
-
-
-class BatchProof(NamedTuple):
-    """Difference between the trained tokens' log-probabilities, packed, and those of the documents alone."""
-
-    difference: float  # in nats, of the median token of the worst document
-    allowed: float
-    tokens: int  # length of that document, 0 if all documents were taken together
-    head: HeadProof | None = None  # proof of the LM head that trains, on the whole batch
-
-    def require_exact(self) -> None:
-        """Raise [`ContaminationError`] with the numbers if the first batch is not exact."""
-        if self.difference <= self.allowed:
-            if self.head is not None:
-                self.head.require_exact()
-            return
-        which = f"a document of {self.tokens} tokens" if self.tokens else "its documents"
-        raise ContaminationError(
-            f"packing is not exact on the first training batch: the log-probabilities of {which} are off by "
-            f"{self.difference:.2e} nats for the median token (allowed {self.allowed:.2e}).",
-            why=["the earlier check, on documents cut out of the data, found packing exact: so something in these "
-                 "documents, or in the collator's arguments for them, acts across boundaries"],
-            do="Train padded with packing=False, and please report it. check_packing=False trains without this proof.",
-        )  # fmt: skip
 
 
 @torch.no_grad()
 def check_batch(
     model: nn.Module, batch: Mapping[str, Any], group: distributed.ProcessGroup | distributed.DeviceMesh | None = None
-) -> BatchProof | None:
-    """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
+) -> list[Comparison]:
+    """Compare a packed training batch with some of its documents, each alone, and the LM head that trains.
+
+    Without a trained token nothing is compared.
 
     It runs the batch forward once, eight documents or 40 % of its tokens alone, and three short ones of these with
     random rounding. The LM head runs forward and backward ([`_check_head`]). The patched `model` must accept
@@ -109,7 +64,7 @@ def check_batch(
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
-        return None
+        return []
     most = layout.max_seqlen if group is None else max(layout.num_tokens // RowShard.of(group).size, 2)
     if any(depends_on_length(module) for module in model.modules()):
         most = layout.max_seqlen  # the beginning of a document is not the document's beginning in these models
@@ -136,8 +91,9 @@ def check_batch(
     masks = [trained[i][1:].to(own.device) for i, own in zip(chosen, alone, strict=True)]
     found = [(pieces[i][1:most] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
     noise = [(off - own)[mask].abs().float() for off, own, mask in zip(rounded, alone, masks, strict=False)]
-    proof = _worst(found, noise, [layout.lengths[i] for i in chosen], FLOOR[rounding_dtype(model)])
-    return proof and proof._replace(head=head)
+    floor = TOLERANCES[rounding_dtype(model)].log_probs
+    documents = _worst(found, noise, [layout.lengths[i] for i in chosen], floor)
+    return [own for own in (documents, head) if own is not None] if documents is not None else []
 
 
 def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -181,26 +137,27 @@ def trained_outputs(model: nn.Module, call: Mapping[str, Any], called: Callable[
 
 def _worst(
     found: Sequence[torch.Tensor], noise: Sequence[torch.Tensor], lengths: Sequence[int], floor: float
-) -> BatchProof | None:
-    """Return the proof nearest to its limit, or beyond it: of a document's median token, or of all tokens together."""
+) -> Comparison | None:
+    """Return the comparison nearest to its limit, or beyond it: of a document's median token, or of all together."""
     together, usual_noise = torch.cat(list(found)), torch.cat(list(noise))
     if not len(together):
         return None
     usual = float(usual_noise.median()) if len(usual_noise) else 0.0
     # A document without a measured noise uses the usual noise.
     own = [float(each.median()) if len(each) else usual for each in noise] + [usual] * (len(found) - len(noise))
-    proofs = []
+    made = []
     for difference, rounding, tokens in [(together, usual, 0), *zip(found, own, lengths, strict=True)]:
         # Short documents still count in the tokens of all documents together.
         if tokens and len(difference) < _FEW:
             continue
         middle = float(difference.median())
         allowed = max(NOISE_FACTOR * max(rounding, usual), floor)
-        proofs.append(BatchProof(nan_as_inf(middle), allowed, tokens))
-    return max(proofs, key=lambda proof: proof.difference / proof.allowed)
+        which = f"a document of {tokens} tokens" if tokens else "its documents"
+        made.append(Comparison("first batch", nan_as_inf(middle), allowed, noise=max(rounding, usual), of=which))
+    return max(made, key=lambda comparison: comparison.excess)
 
 
-def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.Module, Any]) -> HeadProof | None:
+def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.Module, Any]) -> Comparison | None:
     """Compare the head that trains with the model's own logits.
 
     It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module. The
@@ -257,8 +214,8 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
     }
     what = max(differences, key=lambda name: differences[name])
     # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
-    allowed = GRADIENT_FLOORS[rounding_dtype(model, outcome[-1].dtype)]
-    return HeadProof(differences[what], allowed, what, len(trained))
+    allowed = TOLERANCES[rounding_dtype(model, outcome[-1].dtype)].gradients
+    return Comparison("head", differences[what], allowed, of=f"{what} of {len(trained)} trained positions")
 
 
 @contextmanager

@@ -9,17 +9,17 @@ Shape letters: B rows, L row length, n tokens of a row, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ContaminationError
 from ..layout.padded_rows import PaddedRows
 from ..patching import cross_attention
 from ..patching.handed_masks import handed_masks
 from ..patching.unpadding import states_of
-from .compare import FLOORS, NOISE_FACTOR, relative_difference
+from .compare import relative_difference
+from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .quiet import quiet
 from .rounding import last_places_off
 from .subject import compute_dtype
@@ -28,32 +28,10 @@ from .subject import compute_dtype
 _FEW = 8
 
 
-class PaddedBatchProof(NamedTuple):
-    """The difference between hidden states of the first batch's rows and of the rows run alone."""
-
-    difference: float  # relative, for the typical token of the worst row
-    allowed: float
-    tokens: int  # number of tokens of that row
-
-    def require_exact(self, name: str) -> None:
-        """Raise [`ContaminationError`] with the model and the numbers if the difference is too large."""
-        if self.difference <= self.allowed:
-            return
-        raise ContaminationError(
-            f"{name}: the first batch without its pads is not exact: the typical token of a row of {self.tokens} "
-            f"tokens differs by {self.difference:.2e} (allowed {self.allowed:.2e}).",
-            why=[
-                "patch(model, unpad=True) found rows without pads exact, so something in this batch, or something "
-                "that the trainer passes with it, has an effect across rows"
-            ],
-            do="Train padded, without padding_free, and please report it.",
-        )
-
-
 @torch.no_grad()
 def compare_padded_batch(
     backbone: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
-) -> PaddedBatchProof:
+) -> Comparison:
     """Run a padded call again without padding and without dropout, and compare some of its rows with the rows alone.
 
     `forward` is the unpatched forward of this patched backbone.
@@ -64,7 +42,7 @@ def compare_padded_batch(
         alone = [_alone(forward, call, rows, i) for i in chosen]
         with last_places_off(backbone):
             rounded = [_alone(forward, call, rows, i) for i in chosen]
-    floor, found = FLOORS[compute_dtype(backbone, together.dtype)], []
+    floor, found = TOLERANCES[compute_dtype(backbone, together.dtype)].outputs, []
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
         found_together = together[i, start : start + length]
@@ -72,8 +50,9 @@ def compare_padded_batch(
         for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
             noise = relative_difference(off[-last:], own[-last:], typical=True)
             difference = relative_difference(found_together[-last:], own[-last:], typical=True)
-            found.append(PaddedBatchProof(difference, max(NOISE_FACTOR * noise, floor), length))
-    return max(found, key=lambda first: first.difference / first.allowed)
+            allowed, which = max(NOISE_FACTOR * noise, floor), f"a row of {length} tokens"
+            found.append(Comparison("padded batch", difference, allowed, noise=noise, of=which))
+    return max(found, key=lambda comparison: comparison.excess)
 
 
 def _choose(rows: PaddedRows) -> list[int]:

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import FLOORS, largest, relative_difference, share, worst
+from .compare import largest, relative_difference, share, worst
+from .comparison import TOLERANCES
 from .documents import Documents, alternating, losses, replacements
 from .engine import Differences, layer_differences
 from .following import Key, Result, Run, Trace
@@ -59,8 +60,8 @@ def measure_isolation(
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
     `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` not
-    every two documents are told apart, only neighbours. `both` is for a model that seems to compute the same in
-    training and in evaluation mode: every second run, or one more, is in evaluation mode, and a difference counts.
+    every two documents are told apart, only neighbours. With `both` every second run, or one more, is in evaluation
+    mode, and a difference from training mode counts.
     """
     subject, documents = probe.subject, arrangement.documents
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
@@ -154,7 +155,8 @@ def _repeated(
         between = min(largest(a, b) for a in earlier for b in later)
         within = max(largest(a, b) for group in (earlier, later) for a, b in combinations(group, 2))
         # Not the measured noise, as it was measured with the same kernels. Written so that a NaN stays a leak.
-        floor, pairs = FLOORS[rounding_dtype(subject.model, now[-1].dtype)], zip(now, before, strict=True)
+        pairs = zip(now, before, strict=True)
+        floor = TOLERANCES[rounding_dtype(subject.model, now[-1].dtype)].outputs
         is_rounding = all(relative_difference(a, b, typical=subject.chooses) <= floor for a, b in pairs)
         if not (between <= within and is_rounding):
             moved = max(moved, between, 0.0 if is_rounding else largest(now, before))

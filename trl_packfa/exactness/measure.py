@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
+from .comparison import VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import (
     LONG_ROWS,
@@ -46,6 +48,9 @@ from .quiet import quiet
 from .report import ExactnessReport
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
+
+# Limit for the difference between two sums of the same losses.
+_SAME_LOSS = 1e-5
 
 
 def check(
@@ -112,7 +117,8 @@ def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, repor
                 continue  # a model whose positions must restart refuses these: they are not ignored
             # If the boundaries are ignored, documents move as much as without them; else only by rounding.
             if not moved < 0.1 * measure_control(probe):
-                return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
+                where = f"the attention, which {told[0]} do not reach"
+                return report.with_rows([report["isolation"]._replace(difference=moved, where=where)])
     return report
 
 
@@ -137,14 +143,14 @@ def _check(
         with quiet(model, training=True), fast_half_products(model):
             whole = Subject(model, state, gradient_parts, progress)
             short = _short_probe(whole, collator, drawn, seed)
-            draws = _draws_random_numbers(short)
-            skipped = layers_to_skip(whole, lambda: short.alone(0))
+            drawn_before: list[bool] = []  # by each run of one document
+            skipped = layers_to_skip(whole, lambda: drawn_before.append(_draws_random_numbers(short)))
+            draws = drawn_before[0] if drawn_before else _draws_random_numbers(short)
             kinds = Subject(model, state, gradient_parts, progress, skipped)
             long = Probe(kinds, collator, *drawn, seed, scored=sum(SHAPES[SCORED], ()))
             if not draws:
                 # If both modes give the same bits, a second measurement would only repeat the first.
-                both = not whole.anywhere(_modes_differ(short, short.row))
-                report, both = _measure(short, long, mode="training", both=both)
+                report, both = _measure(short, long, mode="training", both=True)
                 measured.append(report)
         with quiet(model), fast_half_products(model):
             # A mode that fails decides the verdict.
@@ -152,13 +158,15 @@ def _check(
                 measured.append(_measure(short, long, mode="evaluation", both=False, gradients=draws)[0])
     return_freed_memory()
     report = next((report for report in measured if not report.is_exact), measured[0])
-    if not report.has_power:
+    if "control" in [row.kind for row in report.failed]:
         names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        report = replace(report, no_weight=", ".join(names[:3]) + more)
+        zeros = f"; matrices of zeros: {', '.join(names[:3])}{more}" if names else ""
+        report = report.with_rows([report["control"]._replace(where=zeros)])
+    if state.unpadding is not None:
+        report = report.with_rows(check_unpadding(model, documents=documents, seed=seed).rows)
     return replace(
         report,
-        unpadding=None if state.unpadding is None else check_unpadding(model, documents=documents, seed=seed),
         model_type=model_type(model),
         level=state.patch.level,
         backend=", ".join(sorted(set(state.backends.resolved.values()))) or "the model's own attention",
@@ -203,8 +211,8 @@ def _measure(
 ) -> tuple[ExactnessReport, bool]:
     """Measure in one mode: few documents through all layers, many through one layer of each kind.
 
-    Without `gradients` documents are compared without a graph, as they are evaluated. With `both` the model seems to
-    compute the same in both modes, and isolation is measured across them. Return whether that is so, too: if not, the
+    Without `gradients` documents are compared without a graph, as they are evaluated. With `both` isolation is
+    measured across both modes, if the model computes the same in them. Return whether that is so, too: if not, the
     report is of this mode alone.
     """
     whole, kinds = short.subject, long.subject
@@ -217,8 +225,11 @@ def _measure(
     scale = float(torch.cat([own.output.float() for own in few.reference.values()]).std())
     whole.begin("whether documents see each other", 0.1)
 
-    def isolations(*, both: bool) -> list[tuple[Isolation, Probe]]:
-        found = [(measure_isolation(short, short.row, few.noise, scale, backward=True), short)]
+    def in_whole_model(*, both: bool) -> Isolation:
+        return measure_isolation(short, short.row, few.noise, scale, backward=True, both=both)
+
+    def isolations(first: Isolation, *, both: bool) -> list[tuple[Isolation, Probe]]:
+        found = [(first, short)]
         with skipping(kinds.skipped):
             # Gradients of one row were measured above, those of several rows are measured here; in other arrangements
             # they were compared with those of the documents alone. With experts each run needs a second one, which
@@ -230,24 +241,27 @@ def _measure(
                 found.append((measure_isolation(long, shape, many.noise, scale, **options), long))
         return found
 
-    isolated = isolations(both=both)
+    in_whole = in_whole_model(both=both)
+    if both and whole.anywhere(not in_whole.forward <= 0):  # a leak, or the modes differ
+        in_whole, both = in_whole_model(both=False), False
+    isolated = isolations(in_whole, both=both)
     if both:
         with skipping(kinds.skipped):
             alone = [shape for shape in shapes if kinds.regroups or len(shape.documents) == 1]
             differs = any([_modes_differ(long, shape) for shape in alone])  # a list: every rank runs all of them
         if whole.anywhere(differs or any(not found.forward <= 0 for found, _ in isolated)):
-            isolated, both = isolations(both=False), False
+            isolated, both = isolations(in_whole, both=False), False
     leaking, leaky = max(isolated, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     parameters = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(parameters, key=lambda finding: finding.excess, default=None)
     leaked = [found.gradients for found, _ in isolated if found.gradients is not None]
     first = None
-    for parity, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes])):
+    for found, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes])):
         # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
-        if whole.anywhere(not parity.forward.excess <= 1):
+        if whole.anywhere(not found.forward.excess <= 1):
             with skipping(probe.subject.skipped):
-                first = first_difference(probe, tried[parity.where], parity.forward.allowed) or parity.first
+                first = first_difference(probe, tried[found.where], found.forward.allowed) or found.first
             break
     leak = None
     if whole.anywhere(leaking.forward > 0):
@@ -255,26 +269,23 @@ def _measure(
             leak = first_leak(leaky, leaking)
     runs = (few.reference, many.reference)
     dtype, rounding = (find(whole.model, dtype_of(few.reference)) for find in (compute_dtype, rounding_dtype))
+    parity = forward.named("parity", where=first or forward.where)
+    regrouped, unsteady = (max(getattr(found, name) for found, _ in isolated) for name in ("regrouped", "unsteady"))
+    off = sum(not bool(values.isfinite().all()) for run in runs for own in run.values() for values in own.tensors)
     report = ExactnessReport(
+        rows=(
+            *([Comparison("finite", off, 0.0, of=str(dtype).removeprefix("torch."))] if off else []),
+            Comparison("isolation", leaking.forward, 0.0, leak or "", max(regrouped, unsteady)),
+            *([Comparison("steadiness", unsteady, math.inf)] if unsteady else []),
+            *([Comparison("input gradients", max(leaked), 0.0)] if leaked else []),
+            parity,
+            Comparison("loss", short.loss_difference(), _SAME_LOSS),
+            *([] if gradient is None else [gradient]),
+            Comparison("control", measure_control(short), VISIBLE),
+        ),
         dtype=str(dtype).removeprefix("torch.") + (" with TF32 products" if dtype is not rounding else ""),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
-        isolation=leaking.forward,
-        regrouped=max(found.regrouped for found, _ in isolated),
-        unsteady=max(found.unsteady for found, _ in isolated),
-        input_gradients=max(leaked, default=None),
-        parity=forward.difference,
-        threshold=forward.allowed,
-        noise=forward.noise,
-        first_difference=first,
-        gradients=gradient and gradient.difference,
-        gradient_threshold=gradient and gradient.allowed,
-        gradient_noise=gradient and gradient.noise,
-        first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
-        loss=short.loss_difference(),
-        control=measure_control(short),
-        is_finite=all(bool(values.isfinite().all()) for run in runs for own in run.values() for values in own.tensors),
-        first_leak=leak,
         mode=mode,
     )
     return report, both

@@ -13,18 +13,18 @@ import torch
 
 from .compare import relative_difference
 from .documents import Documents
-from .engine import Comparison, compare
+from .engine import Compared, compare
 from .following import Following, Run
 from .probe import Arrangement, Probe, traced
 
 
 def measure_parity(
     probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = (), *, gradients: bool = True
-) -> Comparison:
+) -> Compared:
     """Compare the documents in some arrangements with the documents alone.
 
     Those in `trained` hold all documents, and the gradient of every parameter is compared. In the others only the
-    gradients of the embeddings are compared. `Comparison.where` counts both, in this order. Without `gradients`
+    gradients of the embeddings are compared. `Compared.where` counts both, in this order. Without `gradients`
     all run under `torch.no_grad()`.
     """
     return compare(

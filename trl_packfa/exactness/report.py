@@ -1,24 +1,161 @@
-"""The report of the check: measurements and verdict."""
+"""The reports of the check: what was verified, by how far it was off, and the verdict."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import ContaminationError
 from ..patches.measured import results
-from .unpadding_report import Line, UnpaddingReport, number, table_rows
+from .comparison import KINDS, VISIBLE, Comparison
 
-# Removing the boundaries must move documents by more than this. Else the model mixes no tokens, and the check has no
-# power.
-_VISIBLE = 1e-4
-# Limit for the difference between two sums of the same losses.
-_SAME_LOSS = 1e-5
+_NEW_MODEL = (
+    "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_ with std=1e-3) "
+    "before patching, or train its first steps padded."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactnessReport:
-    """Result of the check: measurements and verdict.
+class Report:
+    """The comparisons of a check, in the order of its table."""
+
+    rows: tuple[Comparison, ...]
+    dtype: str
+    seconds: float = 0.0
+
+    def __getitem__(self, kind: str) -> Comparison:
+        """Return the comparison of this kind; raise `KeyError` if it was not made."""
+        found = next((row for row in self.rows if row.kind == kind), None)
+        if found is None:
+            raise KeyError(f"'{kind}' was not compared, only {', '.join(row.kind for row in self.rows)}.")
+        return found
+
+    def __contains__(self, kind: str) -> bool:
+        """Tell whether a comparison of this kind was made."""
+        return any(row.kind == kind for row in self.rows)
+
+    @property
+    def failed(self) -> list[Comparison]:
+        """The comparisons that do not hold; the first one decides the verdict."""
+        failed = [row for row in self.rows if not row.holds]
+        return sorted(failed, key=lambda row: list(KINDS).index(row.kind))
+
+    @property
+    def verdict(self) -> str:
+        """The verdict: `exact`, `leak`, `differs`, `no power` or `not finite`."""
+        return self.failed[0].words.verdict if self.failed else "exact"
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every comparison holds, and a control shows that it could have failed."""
+        return not self.failed
+
+    def with_rows(self, rows: Iterable[Comparison]) -> Any:
+        """Return the report with more comparisons; of a kind that it has, the new one."""
+        new = {row.kind: row for row in rows}
+        return replace(self, rows=(*(row for row in self.rows if row.kind not in new), *new.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary for JSON, with the verdict."""
+        facts = {own.name: getattr(self, own.name) for own in fields(self)}
+        rows = [{**row._asdict(), "what": row.row()["what"], "holds": row.holds} for row in self.rows]
+        return {"verdict": self.verdict, **facts, "rows": rows}
+
+    def table(self) -> list[dict[str, str]]:
+        """Return the rows of a table for the terminal: each measurement with its limit."""
+        return [row.row() for row in self.rows]
+
+    def __str__(self) -> str:
+        shown = [row for row in self.rows if row.words.label or not row.holds]
+        return f"{self.verdict}: {', '.join(map(str, shown))}"
+
+    def _require(self, what: str, *, why: Iterable[str] = (), do: str) -> None:
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
+        if self.is_exact:
+            return
+        of_verdict = [row.why for row in self.failed if row.words.verdict == self.verdict]
+        do = f"{_NEW_MODEL} {do}" if self.verdict == "no power" else do
+        raise ContaminationError(f"{what}: {self}", why=[*of_verdict, *why], do=do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpaddingReport(Report):
+    """Result of comparing padded rows with and without their pads, and of rows that share prefixes.
+
+    Its comparisons are `unpadding`, against the model's own padded rows, or against documents alone if those see their
+    pads; `unpadding gradients` if something trains; `unpadding control`, with the pads left visible; and with
+    `share_prefixes=True`, if the model can share, `sharing`, `sharing gradients` and `sharing control`.
+
+    Args:
+        pads_seen (`float`): against documents alone, the difference of padded rows from them; else 0.
+        unshifted (`float`): difference of left-padded rows whose positions count from the pads on, as the model counts
+            without `position_ids`. It is large for learned positions.
+        blocks (`bool`): whether tokens of the rows saw each other in both directions, as those of an image do.
+        takes_left (`bool`): whether rows padded on the left run without their pads, too. Pooling that reads the first
+            column of a row reads a pad there: then such rows run with their pads, as without a patch.
+    """
+
+    pads_seen: float = 0.0
+    unshifted: float = 0.0
+    blocks: bool = False
+    takes_left: bool = True
+
+    @property
+    def against(self) -> str:
+        """The reference: `padded` rows, or documents `alone`."""
+        return self["unpadding"].of
+
+    def __str__(self) -> str:
+        text = f"{super().__str__()} [{self.dtype}]"
+        if self.blocks:
+            text += "; with tokens that see each other in both directions, as those of an image do"
+        if self.pads_seen:
+            text += (
+                f"; this model's own padded rows are {self.pads_seen:.1e} from their documents alone: positions or "
+                "states run through the pads"
+            )
+        if self.unshifted > max(self["unpadding"].allowed, VISIBLE):
+            text += (
+                f"; positions count from each row's first token: left-padded rows whose positions count from the pads "
+                f"on are {self.unshifted:.1e} away"
+            )
+        return text
+
+    def require_exact(self) -> None:
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
+        of_sharing = all(row.kind.startswith("sharing") for row in self.failed)
+        what = "rows that share a prefix" if of_sharing else "padded batches without their pads"
+        do = "Patch it with unpad=False, or with another backend, and please report it."
+        do = self.failed[0].words.do if self.failed and of_sharing else do
+        self._require(f"{what} are not exact on this model", do=do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactnessReport(Report):
+    """Result of the check: what was verified about a run, and the verdict.
+
+    `report["parity"]` is one comparison: its `difference`, the difference `allowed`, `where` it is, and the `noise` of
+    rounding alone. There are
+
+    - `isolation`: the largest change of any document's logits when others are replaced, in standard deviations of the
+      logits. Must be 0. With experts, the rest of the change if every layer gets the same input; `noise` is the whole:
+      other tokens change which tokens are multiplied together, and so how sums are rounded.
+    - `steadiness`: the largest change between repeated runs of the same tokens, where a document changed: some kernels
+      give other bits in each run. Up to the size of rounding this is allowed, and a smaller leak is not seen.
+    - `input gradients`: the largest gradient of the embeddings of documents without a loss, in standard deviations of
+      the gradient of documents with a loss. Must be 0. Not measured if the backbone embeds each document by itself.
+    - `parity`: the largest relative difference between the output of a layer, token mixer or LM head for a packed
+      document, in one row or in several, and for the same document alone, with the same input.
+    - `loss`: between the mean losses under the collator's labels and under each document's own next tokens.
+    - `gradients`: between the packed gradient of a trained parameter and the sum of the documents' own. Not measured
+      if nothing trains.
+    - `control`: isolation with the boundaries removed. A check that does not see this change has no power.
+    - those of [`UnpaddingReport`], for a model patched with `unpad=True`;
+    - once training has begun: `first batch`, between the log-probability of the median token of a document of the
+      first batch, packed, and alone; `head`, between the LM head that trains and the model's own logits; and under
+      `sequence_parallel` `shared row` and `shared row gradients`, between a row that several processes share and the
+      same row on one process. Log-probabilities are in nats.
 
     Args:
         model_type (`str`), level (`str`), backend (`str`), dtype (`str`):
@@ -30,47 +167,6 @@ class ExactnessReport:
             Lengths of the documents in tokens, and the seed of the random numbers.
         layers (`str`):
             How many layers ran the many arrangements of documents, out of the model's layers.
-        isolation (`float`):
-            Largest change of any document's logits when others are replaced, in standard deviations of the logits.
-            Must be 0. With experts, the rest of the change if every layer gets the same input.
-        regrouped (`float`):
-            With experts, the whole change: other tokens change which tokens are multiplied together, and so how sums
-            are rounded.
-        unsteady (`float`):
-            Largest change between repeated runs of the same tokens, measured where a document changed: some kernels
-            give other bits in each run. Up to the size of rounding this is allowed, and a smaller leak is not seen.
-        input_gradients (`float` or `None`):
-            Largest gradient of the embeddings of documents without a loss, in standard deviations of the gradient of
-            documents with a loss. Must be 0. `None` if the backbone embeds each document by itself.
-        parity (`float`), threshold (`float`), noise (`float`):
-            Largest relative difference between the output of a layer, token mixer or LM head for a packed document, in
-            one row or in several, and for the same document alone, with the same input; its limit; and the difference
-            from rounding alone, with every value changed by up to a last place.
-        loss (`float`):
-            Difference between the mean losses under the collator's labels and under each document's own next tokens.
-        gradients (`float` or `None`), gradient_threshold (`float` or `None`), gradient_noise (`float` or `None`):
-            Worst relative difference between the packed gradient of a trained parameter and the sum of the documents'
-            own gradients, its limit, and the difference from rounding alone. `None` if nothing trains.
-        control (`float`):
-            Isolation with the boundaries removed. A check that does not see this change has no power.
-        first_leak (`str` or `None`), first_difference (`str` or `None`), first_gradient (`str` or `None`):
-            First module whose output changes with another document; first module that differs from the document alone;
-            parameter with the worst gradient.
-        is_finite (`bool`):
-            Whether the logits of the documents alone are finite.
-        first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
-            Difference between the trainer's first batch, packed, and some of its documents alone, known once training
-            has begun: of the log-probability of the median token of the worst document, in nats; and its limit.
-        head (`float` or `None`), head_allowed (`float` or `None`):
-            Worst difference of the LM head that trains, on that batch, from the model's own logits; and its limit.
-        sharded_row, sharded_row_allowed, sharded_row_gradients (`float` or `None`):
-            Under `sequence_parallel`, once training has begun: difference between a row that several processes share
-            and the same row on one process, in nats; its limit; and the worst relative difference of a parameter's
-            gradient.
-        no_weight (`str`):
-            Matrices of zeros, which may hide a leak from the control.
-        unpadding ([`UnpaddingReport`] or `None`):
-            Padded batches with and without their pads, for a model patched with `unpad=True`.
         seconds (`float`):
             Duration of the check.
         identity (`str`):
@@ -84,167 +180,30 @@ class ExactnessReport:
     model_type: str = ""
     level: str = ""
     backend: str = ""
-    dtype: str
     training: str = ""
     mode: str = ""
     tokens: str = ""
     lengths: tuple[int, ...]
     layers: str = ""
     seed: int = 0
-    isolation: float
-    regrouped: float = 0.0
-    unsteady: float = 0.0
-    input_gradients: float | None
-    parity: float
-    threshold: float
-    noise: float
-    loss: float
-    gradients: float | None
-    gradient_threshold: float | None
-    gradient_noise: float | None
-    control: float
-    first_leak: str | None = None
-    first_difference: str | None = None
-    first_gradient: str | None = None
-    is_finite: bool = True
-    first_batch: float | None = None
-    first_batch_allowed: float | None = None
-    head: float | None = None
-    head_allowed: float | None = None
-    sharded_row: float | None = None
-    sharded_row_allowed: float | None = None
-    sharded_row_gradients: float | None = None
-    no_weight: str = ""
-    unpadding: UnpaddingReport | None = None
-    seconds: float = 0.0
     identity: str = ""
     taken_from: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def is_isolated(self) -> bool:
-        """True if no document saw another, forwards or backwards."""
-        return self.isolation == 0 and not self.input_gradients
-
-    @property
-    def has_power(self) -> bool:
-        """True if the control leaked, as it must."""
-        return self.control > _VISIBLE
-
-    @property
-    def has_parity(self) -> bool:
-        """True if the packed outputs equal those of the documents alone."""
-        return self.parity <= self.threshold
-
-    @property
-    def has_loss(self) -> bool:
-        """True if the packed labels give the loss of the documents alone."""
-        return self.loss <= _SAME_LOSS
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if the packed gradient is the sum of the documents' own."""
-        return self.gradients is None or self.gradients <= (self.gradient_threshold or 0.0)
-
-    @property
-    def is_exact(self) -> bool:
-        """True if documents are isolated and equal to themselves alone, shown by a test that could have failed."""
-        return self.verdict == "exact"
-
-    @property
-    def verdict(self) -> str:
-        """The verdict: `exact`, `leak`, `differs`, `no power` or `not finite`."""
-        # This comes first: numbers that are not finite make every other measurement meaningless.
-        if not self.is_finite:
-            return "not finite"
-        # This comes before parity: a check that misses the control's leak cannot prove that there is none.
-        if not self.has_power:
-            return "no power" if self.isolation == 0 else "leak"
-        if not self.is_isolated:
-            return "leak"
-        unpadded = self.unpadding is None or self.unpadding.is_exact
-        return "exact" if self.has_parity and self.has_loss and self.has_gradients and unpadded else "differs"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary for JSON, with the verdict."""
-        return {"verdict": self.verdict, **asdict(self)}
-
-    def rows(self) -> list[dict[str, str]]:
-        """Return the rows of a table for the terminal: each measurement with its limit."""
-        forward, gradients = f"{self.threshold:.1e}", number(self.gradient_threshold)
-        isolated, unlinked, visible = self.isolation == 0, not self.input_gradients, f"> {_VISIBLE:.0e}"
-        lines: list[Line] = [
-            ("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
-            ("", "change between runs of the same tokens", self.unsteady or None, "rounding", True),
-            ("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
-            ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
-            ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
-            ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
-            ("control", "isolation without boundaries: not 0", self.control, visible, self.has_power),
-        ]
-        return table_rows([*lines, *(self.unpadding.measurements() if self.unpadding is not None else ())])
-
     def __str__(self) -> str:
-        unsteady = f" (equal runs differ by {self.unsteady:.1e})" if self.unsteady else ""
-        gradients = "not measured, nothing trains"
-        if self.gradients is not None:
-            gradients = f"{self.gradients:.1e} (allowed {number(self.gradient_threshold)})"
-        return (
-            f"{self.verdict}: isolation {max(self.isolation, self.input_gradients or 0.0):.1e}{unsteady}, "
-            f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
-            f"gradients {gradients}, "
-            f"without boundaries {self.control:.1e} "
-            f"[{self.model_type}, level {self.level}, {self.backend}, {self.dtype}, {self.training}]"
-        )
+        gradients = "" if "gradients" in self else ", gradients not measured, nothing trains"
+        facts = f"{self.model_type}, level {self.level}, {self.backend}, {self.dtype}, {self.training}"
+        return f"{super().__str__()}{gradients} [{facts}]"
 
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
-        if self.is_exact:
-            return
         known = results().get(self.model_type, {})
-        reasons = self._reasons()
+        more = []
         if known.get("unpatched") not in (None, "exact"):
-            reasons.append(
-                f"unpatched, {self.model_type} {known['unpatched']} under TRL's keys; its patch: {known['why']}"
-            )
-        do = (
-            "Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
-            "and please report it. check_packing=False trains without this proof."
+            more = [f"unpatched, {self.model_type} {known['unpatched']} under TRL's keys; its patch: {known['why']}"]
+        self._require(
+            "packing is not exact on this model",
+            why=more,
+            do="Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
+            "and please report it. check_packing=False trains without this proof.",
         )
-        if self.verdict == "no power":
-            do = (
-                "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_ with "
-                "std=1e-3) before patching, or train its first steps padded with packing=False. "
-                "check_packing=False trains without this proof."
-            )
-        raise ContaminationError(f"packing is not exact on this model: {self}", why=reasons, do=do)
-
-    def _reasons(self) -> list[str]:
-        if self.verdict == "not finite":
-            return [f"the model's own logits are not finite in {self.dtype}, even for documents alone"]
-        if self.verdict == "no power":
-            why = ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
-            return [*why, f"matrices of zeros: {self.no_weight}"] if self.no_weight else why
-        if self.verdict == "leak" and self.isolation:
-            why = [f"replacing some documents changed others; first in module '{self.first_leak}'"]
-            varied = (
-                f"runs of the same tokens differ by up to {self.unsteady:.1e}: the device's kernels are not steady"
-            )
-            return [*why, varied] if self.unsteady else why
-        if self.verdict == "leak":
-            return ["the gradient of one document's loss reaches the embeddings of others"]
-        reasons: list[str] = []
-        if self.unpadding is not None and self.unpadding.verdict != "exact":
-            reasons.append(f"padded batches without their pads: {self.unpadding}")
-        elif self.unpadding is not None and not self.unpadding.is_exact:
-            reasons.append(f"rows that share a prefix: {self.unpadding.sharing}")
-        if not self.has_parity:
-            where = f"; first in module '{self.first_difference}'" if self.first_difference else ""
-            reasons.append(f"a packed document differs from the same document alone{where}")
-        if self.has_parity and not self.has_loss:
-            reasons.append("the collator's labels do not give the documents' own loss: a boundary is not masked")
-        if not self.has_gradients:
-            reasons.append(
-                f"the packed gradient is not the sum of the documents' own; worst in parameter '{self.first_gradient}'"
-            )
-        return reasons

@@ -20,6 +20,7 @@ from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
 from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
+from .comparison import Comparison
 from .report import ExactnessReport
 from .subject import device_of
 
@@ -78,9 +79,9 @@ def machines_proof(model: nn.Module, identity: str) -> ExactnessReport | None:
 
 @figure("proof kept for the next run")
 def keep_proof(model: nn.Module, report: ExactnessReport) -> None:
-    """Keep a report for later runs on this machine, if it is exact without a reservation."""
+    """Keep a report for later runs on this machine, if it is exact."""
     path = _kept(model, report.identity)
-    if path is not None and report.is_exact and not report.no_weight:
+    if path is not None and report.is_exact:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(report.to_dict()), encoding="utf-8")
@@ -110,16 +111,17 @@ def _some_values(model: nn.Module) -> bytes:
 def _read(path: Path, identity: str, taken_from: str) -> ExactnessReport | None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        # JSON of another version may have more or fewer fields, and tuples are lists there.
+        # JSON of another version may have more or fewer fields, and tuples are lists there. This run has a first batch
+        # of its own.
         values = {field.name: saved[field.name] for field in fields(ExactnessReport) if field.name in saved}
-        report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
+        rows = (Comparison(**{name: row[name] for name in Comparison._fields}) for row in saved["rows"])
+        values |= {"rows": tuple(row for row in rows if not row.words.is_of_batch), "lengths": tuple(saved["lengths"])}
+        report = ExactnessReport(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no report, or one of another version
         return None
     if report.identity != identity or not report.is_exact:
         return None
-    # This run has a first batch of its own.
-    own = dict.fromkeys(("first_batch", "first_batch_allowed", "head", "head_allowed"))
-    return replace(report, taken_from=taken_from, **own)
+    return replace(report, taken_from=taken_from)
 
 
 def _settings(module: nn.Module) -> list[str]:

@@ -6,7 +6,7 @@ The other parts of the check run documents on one process. This one measures the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -14,16 +14,16 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ContaminationError
 from ..layout.shard import RowShard
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.sequence_parallel import ShardedRowModel
 from ..runtime.zero3 import gradients_taken
-from .compare import NOISE_FACTOR, Finding, nan_as_inf, relative_gradients, worst_gradient
+from .compare import nan_as_inf, relative_gradients, worst_gradient
+from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .documents import draw_documents, known_tokens
-from .first_batch import FLOOR, trained_outputs
+from .first_batch import trained_outputs
 from .probe import Collator, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
@@ -34,36 +34,6 @@ from .subject import Subject, device_of, rounding_dtype
 LENGTHS = (150, 24, 1, 66, 37, 5, 130)
 
 
-class ShardedRowProof(NamedTuple):
-    """Difference between a row that N processes share and the same row on one process."""
-
-    difference: float  # root mean square of the log-probabilities' differences, in nats
-    allowed: float
-    gradient: float  # relative, of the worst parameter
-    gradient_allowed: float
-    where: str  # this parameter
-    processes: int  # N
-
-    def __str__(self) -> str:
-        return (
-            f"a row that {self.processes} processes share: log-probabilities {self.difference:.1e} nats (allowed "
-            f"{self.allowed:.1e}), gradients {self.gradient:.1e} (allowed {self.gradient_allowed:.1e})"
-        )
-
-    def require_exact(self) -> None:
-        """Raise [`ContaminationError`] with the numbers if the row differs."""
-        if self.difference <= self.allowed and self.gradient <= self.gradient_allowed:
-            return
-        raise ContaminationError(
-            f"rows that {self.processes} processes share are not exact on this model: log-probabilities are off by "
-            f"{self.difference:.2e} nats (allowed {self.allowed:.2e}), the gradient of {self.where} by "
-            f"{self.gradient:.2e} (allowed {self.gradient_allowed:.2e}).",
-            why=["some module of this model needs tokens of the row that other processes hold"],
-            do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this "
-            "proof.",
-        )
-
-
 def check_sharded_row(
     model: nn.Module,
     group: distributed.ProcessGroup | distributed.DeviceMesh,
@@ -71,7 +41,7 @@ def check_sharded_row(
     collator: Collator,
     documents: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
-) -> ShardedRowProof:
+) -> list[Comparison]:
     """Run a packed row on one process and on all of a group, forwards and backwards; measure what rounding changes.
 
     All processes of the group call it. The patched `model` must accept `fused_lm_head=True`. `collator`, `documents`
@@ -115,10 +85,13 @@ def check_sharded_row(
         with last_places_off(model):
             rounding = _rms(run(1.0) - as_it_is)
         noise, dtype = relative_gradients(subject.dimensions, subject.norms(), norms), rounding_dtype(model)
-    nothing = Finding("no parameter", 0.0, 0.0, 0.0)
-    worst = worst_gradient(changed, noise, dtype, subject.dimensions) if sum(norms) else nothing
-    allowed = max(NOISE_FACTOR * rounding, FLOOR[dtype])
-    return ShardedRowProof(apart, allowed, worst.difference, worst.allowed, worst.where, shard.size)
+    of = str(shard.size)
+    allowed = max(NOISE_FACTOR * rounding, TOLERANCES[dtype].log_probs)
+    found = [Comparison("shared row", apart, allowed, noise=rounding, of=of)]
+    if sum(norms):
+        worst = worst_gradient(changed, noise, dtype, subject.dimensions)
+        found.append(worst.named("shared row gradients", of=of))
+    return found
 
 
 def _rms(difference: torch.Tensor) -> float:

@@ -29,15 +29,16 @@ from ..runtime.memory import return_freed_memory
 from ..runtime.override import set_inside
 from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
+from .comparison import VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
-from .engine import Comparison, compare
+from .engine import Compared, compare
 from .padded_runs import PaddedProbe, apart
 from .probe import dtype_of
 from .products import fast_half_products
 from .quiet import quiet
+from .report import UnpaddingReport
 from .subject import Subject, compute_dtype
-from .unpadding_report import SharingReport, UnpaddingReport
 
 # Lengths of the rows in tokens: unequal, and one row of a single token.
 _LENGTHS = (11, 1, 37, 24)
@@ -92,7 +93,7 @@ def check_unpadding(
         kinds = Subject(model, state, parts, skipped=skipped) if skipped else subject
         report = _measure(probe, PaddedProbe(kinds, tokens, seed))
         with skipping(skipped):
-            report["sharing"] = _measure_sharing(kinds, known, seed)
+            report["rows"] += _measure_sharing(kinds, known, seed)
     return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
@@ -124,19 +125,18 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> dict[str, Any]:
         if alone.excess <= 1:
             against, seen, found = "alone", found.forward.difference, alone
     plain = probe.run(call, rows, unpad=True)
+    visible = apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain)
     return {
-        **found.measured(),
-        "against": against,
+        "rows": (*found.rows("unpadding", against), Comparison("unpadding control", visible, VISIBLE)),
         "pads_seen": seen,
         "unshifted": apart(probe.run(call, rows, unpad=False), plain),
-        "control": apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain),
         "blocks": bool(probe.types),
         "takes_left": takes_left,
         "dtype": str(compute_dtype(subject.model, dtype_of(plain))).removeprefix("torch."),
     }
 
 
-def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> Comparison:
+def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> Compared:
     """Compare rows padded on one side, with their pads and without.
 
     Left-padded rows with pads get positions that count from each row's first token, if the model takes positions.
@@ -150,8 +150,8 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
     return compare(probe.subject, padded, [without])
 
 
-def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> SharingReport | None:
-    """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
+def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> tuple[Comparison, ...]:
+    """Compare rows that share their prefix with the same rows run separately; nothing if no rows are shared.
 
     Both run without pads, which was compared before. The documents are drawn from `known` token ids.
     """
@@ -160,7 +160,7 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> Sharin
     most = max_positions(find_backbone(subject.model, state.patch))
     sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
     if sharing is None or sharing.refusal or (room is not None and room < 1):
-        return None
+        return ()
     branches = [min(length, room or length) for length in _BRANCHES]
     lengths = [_PREFIX, *branches, _OTHER]
     (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
@@ -176,4 +176,5 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> Sharin
     with torch.no_grad(), set_inside(state.unpadding, sharing=None):
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
-    return SharingReport(**found.measured(), control=relative_difference(seeing, alone[len(rest) - 1].output))
+    visible = relative_difference(seeing, alone[len(rest) - 1].output)
+    return (*found.rows("sharing"), Comparison("sharing control", visible, VISIBLE))

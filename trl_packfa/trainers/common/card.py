@@ -61,10 +61,9 @@ def add_section(text: str, section: str) -> str:
 def _proof(exactness: ExactnessReport | None) -> str:
     if exactness is None:
         return "not checked before training (`check_packing=False`)."
-    gradients = "" if exactness.gradients is None else f", gradients {exactness.gradients:.1e}"
+    rows = ", ".join(str(row) for row in exactness.rows if row.words.label)
     return (
-        f"verdict `{exactness.verdict}` before the first step (isolation {exactness.isolation:.1e}, parity "
-        f"{exactness.parity:.1e}{gradients}; without boundaries {exactness.control:.1e}); model type "
+        f"verdict `{exactness.verdict}` before the first step ({rows}); model type "
         f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
         f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
     )

@@ -9,6 +9,7 @@ Shape letters: B rows of a batch, L row length, n tokens of a row.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from ...errors import ContaminationError
+from ...exactness import Comparison
 from ...layout.padded_rows import rows_of, tell_rows
 from ...runtime.override import set_inside
 from ..common.packed_run import PackedRun
@@ -156,14 +157,9 @@ class RecutSteps(PackedRun):
         trained, padded = both.tolist()
         whole_precision = self.model.dtype is torch.float32 and not (self.args.bf16 or self.args.fp16)
         allowed = _SAME_LOSS if whole_precision else _SAME_HALF_LOSS
-        # Written so that a NaN loss passes, because re-cutting does not cause it.
-        if abs(trained - padded) > allowed * max(1.0, abs(padded)):
-            raise ContaminationError(
-                f"{type(self).__name__}: the first step's loss is {trained:.6f} re-cut and {padded:.6f} in the padded "
-                "run's micro-batches.",
-                why=["this loss is not a mean over pairs, so re-cut steps would train another loss"],
-                do="Train with packing_strategy='minibatch', and please report it.",
-            )
+        off, losses = abs(trained - padded) / max(1.0, abs(padded)), f"{trained:.6f} instead of {padded:.6f}"
+        if not math.isnan(off):  # re-cutting does not cause it
+            Comparison("re-cut loss", off, allowed, where=type(self).__name__, of=losses).require()
 
 
 # Outputs of TRL's fused LM head for each token `(B, L - 1)`, and of a classifier for each row `(B, 1)`.

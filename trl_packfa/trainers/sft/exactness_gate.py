@@ -14,8 +14,8 @@ from datasets import Dataset
 from ...collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
 from ...errors import UnsupportedModel
 from ...exactness import (
+    Comparison,
     ExactnessReport,
-    ShardedRowProof,
     check,
     check_batch,
     check_sharded_row,
@@ -103,7 +103,8 @@ class ExactnessGate:
         tell(
             self.args,
             f"exactness check: {report.verdict}, in {report.seconds:.0f} s. Packed documents differ by "
-            f"{report.parity:.1e} from the same alone; in a row without boundaries by {report.control:.1e}",
+            f"{report['parity'].difference:.1e} from the same alone; in a row without boundaries by "
+            f"{report['control'].difference:.1e}",
         )
 
     def _on_this_run(self) -> dict[str, Any]:
@@ -131,16 +132,13 @@ class ExactnessGate:
         if group is None:
             return report
 
-        def proof() -> ShardedRowProof:
+        def compared() -> list[Comparison]:
             with self.accelerator.autocast():
-                found = check_sharded_row(engine, group, **self._on_this_run())
-            found.require_exact()
-            return found
+                return _required(check_sharded_row(engine, group, **self._on_this_run()))
 
-        shared = agree(self.accelerator, proof)
-        logger.info("trl-packfa: %s", shared)
-        return replace(report, sharded_row=shared.difference, sharded_row_allowed=shared.allowed,
-                       sharded_row_gradients=shared.gradient)  # fmt: skip
+        rows = agree(self.accelerator, compared)
+        logger.info("trl-packfa: %s", ", ".join(map(str, rows)))
+        return report.with_rows(rows)
 
     def switch_checkpointing(self, model: Any) -> None:
         """Switch activation checkpointing on as training will, because TRL does so only later."""
@@ -185,18 +183,19 @@ class ExactnessGate:
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
 
-        def exact() -> Any:
-            found = check_batch(model, self.trainer._prepare_inputs(batch), self._group)
-            if found is not None:
-                found.require_exact()
-            return found
+        def compared() -> list[Comparison]:
+            return _required(check_batch(model, self.trainer._prepare_inputs(batch), self._group))
 
-        proof = agree(self.accelerator, exact)
-        if proof is not None and self.report is not None:
-            head = proof.head and {"head": proof.head.difference, "head_allowed": proof.head.allowed}
-            self.report = replace(
-                self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed, **(head or {})
-            )
+        rows = agree(self.accelerator, compared)
+        if self.report is not None:
+            self.report = self.report.with_rows(rows)
+
+
+def _required(rows: list[Comparison]) -> list[Comparison]:
+    """Return the comparisons if all hold; raise [`ContaminationError`] with the first that does not."""
+    for row in rows:
+        row.require()
+    return rows
 
 
 def _first_documents(dataset: Any) -> list[Any] | None:

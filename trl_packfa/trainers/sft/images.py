@@ -21,9 +21,10 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
-from ...errors import ContaminationError, InvalidConfig
-from ...exactness import quiet
-from ...exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
+from ...errors import InvalidConfig
+from ...exactness import Comparison, quiet
+from ...exactness.compare import relative_difference
+from ...exactness.comparison import NOISE_FACTOR, TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP
@@ -241,21 +242,13 @@ def _require_same_losses(
             return model(**prepare(dict(batch)), use_cache=False, fused_lm_head=True).log_probs[-1]
 
     with quiet(model, training=True):
-        found, own, rounded = losses(together), losses(alone), losses(alone, off=True)
+        apart, own, rounded = losses(together), losses(alone), losses(alone, off=True)
     if state is not None and state.unpadding is not None:  # these calls do not count in the logs
         vars(state.unpadding).update(counted)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
-    found, own, rounded = (values[: len(own)][None] for values in (found, own, rounded))
-    allowed = max(NOISE_FACTOR * relative_difference(rounded, own), FLOORS[compute_dtype(model, own.dtype)])
-    difference, rows = relative_difference(found, own), len(together["input_ids"])
-    if not difference <= allowed:
-        raise ContaminationError(
-            f"the first re-cut micro-batch is not exact: the losses of one of its {rows} examples differ by "
-            f"{difference:.2e} from those of the example alone (allowed {allowed:.2e}).",
-            why=["the model, or its processor, lets the images of a micro-batch have an effect on each other"],
-            do="Train with packing_strategy='minibatch', which keeps the padded run's micro-batches, and report it.",
-        )
-    logger.info(
-        "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
-        "(allowed %.1e).", difference, rows, allowed,
-    )  # fmt: skip
+    apart, own, rounded = (values[: len(own)][None] for values in (apart, own, rounded))
+    noise, floor = relative_difference(rounded, own), TOLERANCES[compute_dtype(model, own.dtype)].outputs
+    rows, allowed = len(together["input_ids"]), max(NOISE_FACTOR * noise, floor)
+    found = Comparison("images", relative_difference(apart, own), allowed, noise=noise, of=str(rows))
+    found.require()
+    logger.info("trl-packfa: %s", found)

@@ -196,7 +196,7 @@ def _show_proof(proof: ExactnessReport) -> None:
         print(said, flush=True)
         return
     print(f"exactness check: {proof.verdict}, in {proof.seconds:.0f} s", flush=True)
-    print_table(proof.rows())
+    print_table(proof.table())
 
 
 def build_trainer(
