@@ -69,7 +69,9 @@ KINDS = {
         label="isolation", row="isolation", verdict="leak",
     ),
     "steadiness": Kind(
-        "change between runs of the same tokens", "the device's kernels are not steady", label="equal runs differ by"
+        "change between runs of the same tokens",
+        "runs of the same tokens differ by up to {of}: the device's kernels are not steady",
+        label="equal runs differ by",
     ),
     "control": Kind(
         "isolation without boundaries: not 0",
@@ -202,6 +204,11 @@ class Comparison(NamedTuple):
         return self.difference > self.allowed if self.words.is_control else self.difference <= self.allowed
 
     @property
+    def is_figure(self) -> bool:
+        """True if it has no limit: it only helps to understand the others."""
+        return math.isinf(self.allowed)
+
+    @property
     def why(self) -> str:
         """What it means that the comparison does not hold."""
         return self._filled(self.words.why)
@@ -221,7 +228,7 @@ class Comparison(NamedTuple):
 
     def row(self) -> dict[str, str]:
         """Return the row of a table for the terminal."""
-        allowed = "rounding" if math.isinf(self.allowed) else f"{self.allowed:.1e}" if self.allowed else "0"
+        allowed = "rounding" if self.is_figure else f"{self.allowed:.1e}" if self.allowed else "0"
         if self.words.is_control:
             allowed = f"> {self.allowed:.0e}"
         return {
@@ -234,7 +241,7 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         name = self._filled(self.words.label or self.words.what)
-        has_limit = self.allowed and not self.words.is_control and not math.isinf(self.allowed)
+        has_limit = self.allowed and not self.words.is_control and not self.is_figure
         return f"{name} {self.difference:.1e}" + (f" (allowed {self.allowed:.1e})" if has_limit else "")
 
     def _filled(self, text: str) -> str:

@@ -276,7 +276,7 @@ def _measure(
         rows=(
             *([Comparison("finite", off, 0.0, of=str(dtype).removeprefix("torch."))] if off else []),
             Comparison("isolation", leaking.forward, 0.0, leak or "", max(regrouped, unsteady)),
-            *([Comparison("steadiness", unsteady, math.inf)] if unsteady else []),
+            *([Comparison("steadiness", unsteady, math.inf, of=f"{unsteady:.1e}")] if unsteady else []),
             *([Comparison("input gradients", max(leaked), 0.0)] if leaked else []),
             parity,
             Comparison("loss", short.loss_difference(), _SAME_LOSS),

@@ -75,6 +75,7 @@ class Report:
         if self.is_exact:
             return
         of_verdict = [row.why for row in self.failed if row.words.verdict == self.verdict]
+        of_verdict += [row.why for row in self.rows if row.is_figure]
         do = f"{_NEW_MODEL} {do}" if self.verdict == "no power" else do
         raise ContaminationError(f"{what}: {self}", why=[*of_verdict, *why], do=do)
 
