@@ -95,3 +95,17 @@ def test_true_lengths_leave_out_padding_of_several_documents():
     assert from_lengths([3, 2, 1, 4], padding=5).true_lengths == (3, 2)
     assert from_lengths([3, 2, 1], padding=6).true_lengths == ()  # an example of three parts that runs idle
     assert from_lengths([3, 2]).true_lengths == (3, 2)
+
+
+def test_to_a_device_is_made_once_for_each_device():
+    layout = PackedLayout.from_lengths([2, 3])
+    moved = layout.to("meta")
+    assert moved.cu_seqlens.device.type == "meta" and moved.lengths == (2, 3)
+    assert layout.to(torch.device("meta")) is moved and moved.to("meta") is moved
+    assert layout.to("cpu") is layout
+
+
+def test_to_a_device_under_inference_mode_can_be_saved_for_a_backward():
+    with torch.inference_mode():
+        layout = PackedLayout.from_lengths([2, 3]).to("meta")
+    assert not layout.cu_seqlens.is_inference()

@@ -2,6 +2,7 @@
 same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of that version."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 from torch.autograd import Function
@@ -87,10 +88,17 @@ def swiglu_backward(a, b, dc, gate_multiplier=1.0):
 
 def pretend_liger(monkeypatch):
     """Run these stand-ins instead of Liger's kernels on a CPU during a test; return the number of calls of each."""
-    calls = Counter()
+    calls, current = Counter(), []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
 
     def counted(function, name):
         def call(*args):
+            assert current[-1:] == [args[0].device], "Triton launches on the current device"
             calls[name] += 1
             return function(*args)
 
@@ -108,6 +116,7 @@ def pretend_liger(monkeypatch):
     for module in ("trl_packfa.kernels.liger", "trl_packfa.patching.describe"):
         monkeypatch.setattr(f"{module}.liger_kernels", lambda: kernels)
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: None)
     # What is there for a CPU gives way.
     monkeypatch.setattr("trl_packfa.patching.apply.is_rms_norm_on_cpu", lambda module: False)

@@ -18,6 +18,7 @@ from trl_packfa import PackedSFTTrainer
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
 from trl_packfa.trainers.common import parallelism as ranks
 from trl_packfa.trainers.common.checkpoint_files import PACKING_REPORT, last_whole_checkpoint, read_progress
+from trl_packfa.trainers.common.model_loading import _tell_idle_gpus, init_kwargs
 from trl_packfa.trainers.common.parallelism import asked_parallelism, refuse_uneven_calls
 from trl_packfa.trainers.common.steps import StepSampler, rank_loader
 
@@ -252,3 +253,28 @@ def test_rotation_keeps_what_it_should(tmp_path):
     assert read_progress(tmp_path / "checkpoint-3")["num_tokens"] > 0
     assert not list(tmp_path.glob("checkpoint-*/*.partial"))
     assert json.loads((tmp_path / "checkpoint-3" / PACKING_REPORT).read_text())["train"]
+
+
+def test_a_model_by_name_is_loaded_onto_one_of_several_gpus():
+    args = arguments()
+    for device, places in {"cpu": None, "mps": None, "cuda:0": {"": "cuda:0"}, "xpu:1": {"": "xpu:1"}}.items():
+        there = SimpleNamespace(**{**vars(args), "device": torch.device(device)})
+        assert init_kwargs(there)["device_map"] == places
+        there.model_init_kwargs = {"device_map": "auto"}
+        assert init_kwargs(there)["device_map"] == "auto"
+
+
+def test_visible_gpus_of_one_process_are_no_data_parallel():
+    args = arguments(per_device_train_batch_size=3)
+    args._n_gpu = 4
+    assert args.n_gpu == 1 and args.train_batch_size == 3
+
+
+def test_gpus_that_stay_idle_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    args = arguments(disable_tqdm=False)
+    _tell_idle_gpus(args)
+    assert "one of 4 visible GPUs. `accelerate launch`" in capsys.readouterr().err
+    args.model_init_kwargs = {"device_map": "auto"}
+    _tell_idle_gpus(args)
+    assert not capsys.readouterr().err

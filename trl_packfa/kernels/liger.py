@@ -144,7 +144,8 @@ class LigerRMSNormOverride(Override):
         # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
         # incoming gradient, which a residual also reads.
         options = (norm.variance_epsilon, 0.0, "llama", False)
-        return kernels.rms_norm.apply(hidden_states, norm.weight, *options)  # type: ignore[return-value]
+        with torch.cuda.device_of(hidden_states):
+            return kernels.rms_norm.apply(hidden_states, norm.weight, *options)  # type: ignore[return-value]
 
 
 def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | None:
@@ -165,7 +166,8 @@ def rotate_by_liger(
     # The kernel overwrites its inputs, so it gets copies: a backward or a hook may still need the inputs. In the
     # backward it overwrites the gradients of the attention, which nothing else reads.
     copies = (x.to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2) for x in (query, key))
-    rotated = kernels.rope.apply(*copies, cos.to(dtype), sin.to(dtype))
+    with torch.cuda.device_of(query):
+        rotated = kernels.rope.apply(*copies, cos.to(dtype), sin.to(dtype))
     query, key = (x.transpose(1, 2) for x in rotated)  # type: ignore[union-attr]
     return query, key
 
@@ -184,7 +186,8 @@ def is_swiglu_on_cuda(module: nn.Module) -> bool:
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute `silu(gate) * up` of `(..., I)`. [`takes`] must accept both tensors."""
-    return _kernels().swiglu_forward(gate, up)[-1]
+    with torch.cuda.device_of(gate):
+        return _kernels().swiglu_forward(gate, up)[-1]
 
 
 def swiglu_gradients(
@@ -192,7 +195,8 @@ def swiglu_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gradients of gate and up from the gradient of [`swiglu`]. `overwrites` allows to overwrite both."""
     pair = (gate, up) if overwrites else (gate.clone(), up.clone())
-    return _kernels().swiglu_backward(*pair, grad.contiguous())
+    with torch.cuda.device_of(gate):
+        return _kernels().swiglu_backward(*pair, grad.contiguous())
 
 
 def _kernels() -> LigerKernels:

@@ -97,5 +97,12 @@ def find_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedCall:
 
 
 def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """Return the layout of [`find_call`]."""
-    return find_call(args, kwargs).layout
+    """Return the layout of [`find_call`] on the module's device, that of its first tensor.
+
+    The backbone makes the call on the device of its inputs, but its layers may lie on several (`device_map`).
+    """
+    layout = find_call(args, kwargs).layout
+    if layout is None:
+        return None
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return layout.to(tensors[0].device) if tensors else layout

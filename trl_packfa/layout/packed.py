@@ -375,16 +375,19 @@ class PackedLayout:
         return tensor.split(list(self.lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
-        """Return this layout with its offsets on `device`."""
+        """Return this layout with its offsets on `device`; it is made once for each device."""
+        return self if self.cu_seqlens.device == device else self._on(torch.device(device), non_blocking)
+
+    @torch.inference_mode(False)  # autograd accepts no tensors that were made there, and the layout may train later
+    def _on(self, device: torch.device, non_blocking: bool) -> PackedLayout:
+        if device in self.memo:
+            return self.memo[device]
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        # What is kept in `memo` lies on the other device.
-        return self if cu_seqlens is self.cu_seqlens else replace(self, cu_seqlens=cu_seqlens, memo={})
+        is_here = cu_seqlens is self.cu_seqlens  # "cuda" is the current one of them
+        return self if is_here else self.memo.setdefault(device, replace(self, cu_seqlens=cu_seqlens, memo={}))
 
     def pin_memory(self) -> PackedLayout:
-        """Return this layout with its offsets in page-locked memory.
-
-        `to(device, non_blocking=True)` then does not make the host wait. torch's data loaders call this method.
-        """
+        """Return this layout with its offsets in page-locked memory, from where `to` need not make the host wait."""
         return replace(self, cu_seqlens=self.cu_seqlens.pin_memory(), memo={})
 
 

@@ -98,7 +98,7 @@ def packed_attention_forward(
     Without a layout ([`find_layout`]) the model's own attention function runs. The option `indices` `(B, L, K)` holds
     the keys inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
-    layout = find_layout((attention_mask,), options)
+    layout = find_layout((query, attention_mask), options)
     options.pop(KEYWORD, None)
     indices: torch.Tensor | None = options.pop("indices", None)
     if layout is None:

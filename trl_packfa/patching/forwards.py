@@ -348,7 +348,7 @@ class AttentionOverride(Override):
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the attention: return the output `(B, L, D)` and no weights, as no T x T matrix exists."""
-        layout = find_layout(args, kwargs)
+        layout = find_layout((hidden_states, *args), kwargs)
         kwargs.pop(KEYWORD, None)
         if layout is None:
             return self.call_original(hidden_states, *args, **kwargs)

@@ -193,7 +193,7 @@ class FunctionOverride:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the module's attention function."""
-        layout = find_layout(args, kwargs)
+        layout = find_layout((query, *args), kwargs)
         if layout is None:
             return getattr(type(self.module), self.name)(self.module, query, key, value, *args, **kwargs)
         arguments = self.read_arguments(self.module)

@@ -112,12 +112,10 @@ class _LastCall(threading.local):
         # Compared by identity, which the kept reference makes safe, and by version, as a buffer may be written again.
         seen = [(name, value, _version(value)) for name, value in call.items()]
         if self.seen is None or self.shape != shape or not _same(self.seen, seen):
-            layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
-            self.layout = layout if layout is None else layout.to(query.device)
+            self.layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
             self.seen, self.shape = seen, shape
-        elif self.layout is not None and self.layout.cu_seqlens.device != query.device:
-            self.layout = self.layout.to(query.device)  # the model's layers lie on several devices
-        return self.layout
+        # A caller's layout may lie on the host, and the model's layers on several devices.
+        return self.layout if self.layout is None else self.layout.to(query.device)
 
 
 def _version(value: Any) -> int:

@@ -171,7 +171,8 @@ def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
     flat = [
         torch.nn.functional.pad(t, (0, widest - t.shape[-1]), value=-1) if t.shape[-1] < widest else t for t in flat
     ]
-    return torch.cat(flat).index_select(0, place)
+    # The last layers of a backbone may lie on another device than its inputs.
+    return torch.cat(flat).index_select(0, place.to(flat[0].device))
 
 
 @outside_of_graphs

@@ -108,7 +108,8 @@ class ScoringHead(Head):
         head = module.get_output_embeddings()
         hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
         mask = labels_BL != -100
-        scores = self._scores(hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
+        with torch.cuda.device_of(hidden_BLD):  # a split model's last device, for launches by Triton
+            scores = self._scores(hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
         return scored(mask, scores, num_items_in_batch, names=self.names)
 
 

@@ -116,7 +116,7 @@ class ActivatedLoraOverride(Override):
             invocation = self.invocations[name]
             if invocation not in call.memo:  # found once for all layers of a call
                 call.memo[invocation] = activated_tokens(input_ids, layout, invocation)
-            selected_P = call.memo[invocation]
+            selected_P = call.memo[invocation].to(x.device)  # layers may lie on several devices
             x_PD = x.to(lora_A.weight.dtype).flatten(0, -2)[selected_P]
             update_PD = lora_B(lora_A(layer.lora_dropout[name](x_PD))) * layer.scaling[name]
             # In place, as in PEFT, so that the sum is rounded once.

@@ -156,6 +156,14 @@ class CommonConfig(_Base):
         return {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
 
     @property
+    def n_gpu(self) -> int:
+        """Number of GPUs of this process: one. transformers counts all visible ones, for `nn.DataParallel`.
+
+        TRL refuses `nn.DataParallel`, and splits a model that it loads by name over all of them instead.
+        """
+        return min(super().n_gpu, 1)
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of processes with different batches; processes that share rows count once."""
         return max(self.world_size // self.sequence_parallel, 1)

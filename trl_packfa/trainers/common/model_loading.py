@@ -61,8 +61,13 @@ def model_type(name: str, args: CommonConfig) -> str:
 
 
 def init_kwargs(args: CommonConfig) -> dict[str, Any]:
-    """Return `from_pretrained` arguments as TRL's script makes them from a `ModelConfig`; `model_init_kwargs` wins."""
+    """Return `from_pretrained` arguments as TRL's script makes them from a `ModelConfig`; `model_init_kwargs` wins.
+
+    The model is loaded onto this process's device. TRL would split even a small one over all visible GPUs.
+    """
     kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    # On these devices TRL loads without a map: on MPS one crashes. In runs of several processes it drops ours.
+    kwargs["device_map"] = None if args.device.type in ("cpu", "mps") else {"": str(args.device)}
     return {**kwargs, **(args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {})}
 
 
@@ -201,6 +206,7 @@ def load_as_asked(
     kind = model_type(model, args) if isinstance(model, str) else None
     if kind is not None:
         loading, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
+        _tell_idle_gpus(args)
         # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do
         # not affect each other.
         if args.packing:
@@ -223,6 +229,17 @@ def load_as_asked(
     if said := args.settle_learning_rate(adapts=adapter is not None or isinstance(model, PeftModel)):
         tell(args, said)
     return {"model_init_kwargs": loading, "quantization_config": quantization, "peft_config": adapter}
+
+
+def _tell_idle_gpus(args: CommonConfig) -> None:
+    """Tell that a run of one process uses one of several visible GPUs, unless the user has placed the model."""
+    if args.world_size > 1 or torch.cuda.device_count() < 2 or "device_map" in (args.model_init_kwargs or {}):
+        return
+    tell(
+        args,
+        f"one process trains on {args.device}, one of {torch.cuda.device_count()} visible GPUs. `accelerate launch` "
+        "trains on all; model_init_kwargs={'device_map': 'auto'} spreads a model that does not fit on one",
+    )
 
 
 def _why_as_it_is(model: Any, optimizer: list[nn.Parameter]) -> str:

@@ -159,7 +159,7 @@ class PackedRun(Base):
 
     def follow_batch_size(self) -> int:
         """Return the batch size of one device now, which the budget follows: `auto_find_batch_size` lowers it."""
-        size = self._train_batch_size // max(self.args.n_gpu, 1)
+        size = self._train_batch_size
         if self.accelerator.split_batches:  # accelerate's batch size is that of all devices together
             size = max(size // self.args.data_parallel_size, 1)
         if self._cutter is not None:
