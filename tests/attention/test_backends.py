@@ -7,7 +7,7 @@ import torch
 from pretended import on_any_device
 
 from trl_packfa import PackedLayout, attention
-from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, flash, get_backend, varlen
+from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, base, flash, get_backend, varlen
 from trl_packfa.errors import NoBackend
 from trl_packfa.runtime.length_groups import group_by_length
 
@@ -86,11 +86,39 @@ def test_an_unknown_backend_is_refused_with_the_names():
         attention.BackendChoice("fa2")
 
 
-def test_flash_index_overflow_is_refused_before_the_kernel_runs():
-    layout = PackedLayout.from_lengths([1] * 70_000)
-    query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)
-    with pytest.raises(NoBackend, match=r"70000 tokens in 70000 documents(.|\n)*less than 2\^31"):
-        flash.require_indexable(query, layout, "flash")
+@pytest.mark.parametrize(("head_dim", "value_dim", "rounded"), [
+    (8, 8, 32), (40, 40, 64), (64, 64, 64), (72, 72, 96), (80, 80, 96), (88, 96, 96), (112, 112, 128), (128, 128, 128),
+    (192, 128, 192), (200, 200, 256), (256, 256, 256),
+])  # fmt: skip
+def test_flash_index_overflow_counts_heads_as_its_backward_rounds_them(head_dim, value_dim, rounded, monkeypatch):
+    """Up to 128 more tokens a document; a batch below the limit is the control, and one without gradients."""
+    layout, heads = PackedLayout.from_lengths([1_000] * 64), 32
+    call = AttentionArguments(scaling=1.0).on(layout.attention)
+    needed = (64_000 + 128 * 64) * heads * rounded
+
+    def request(grads=True):
+        shapes = [(heads, head_dim), (heads, head_dim), (heads, value_dim)]
+        qkv = [
+            torch.empty(64_000, *shape, device="meta", requires_grad=grads, dtype=torch.bfloat16) for shape in shapes
+        ]
+        return AttentionRequest.of(*qkv, call)
+
+    monkeypatch.setattr(base, "autocast_dtype", lambda tensor: None)  # it does not know the meta device
+    monkeypatch.setattr(base, "_MAX_ELEMENTS", needed)
+    assert request().exceeds_int32 and not request(grads=False).exceeds_int32
+    monkeypatch.setattr(base, "_MAX_ELEMENTS", needed + 1)
+    assert not request().exceeds_int32
+
+
+def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
+    for backend in (flash.FlashBackend, varlen.VarlenBackend):
+        on_any_device(monkeypatch, backend)
+        monkeypatch.setattr(backend, "refusals", lambda self, request: self.capabilities.refusals(request))
+    usual, choice = AttentionRequest(torch.device("cpu"), torch.bfloat16, 64, 4, 2), attention.BackendChoice("auto")
+    names = [choice.for_request(usual._replace(exceeds_int32=huge)).name for huge in (False, True, False)]
+    assert names == ["flash", "sdpa", "flash"]
+    with pytest.raises(NoBackend, match=r"huge\n(.|\n)*less than 2\^31 \(lower max_length(.|\n)*backend='auto'"):
+        attention.BackendChoice("varlen").for_request(usual._replace(exceeds_int32=True))
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])

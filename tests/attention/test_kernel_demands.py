@@ -223,6 +223,7 @@ def test_each_gpu_gets_the_flash_attention_that_was_written_for_it(capability, e
     packages("flash_attn_interface", "flash_attn.cute", "flash_attn")
     kernel = flash._kernel(capability)
     assert kernel.function.package == expected and kernel.is_traceable == (expected != "flash_attn.cute")
+    assert kernel.version == {"flash_attn_interface": "3", "flash_attn.cute": "4", "flash_attn": "2"}[expected]
     packages("flash_attn_interface")
     assert (flash._kernel(capability) is not None) == (capability == (9, 0))
 
@@ -283,6 +284,40 @@ def test_the_hub_is_asked_only_by_who_names_the_backend(packages, monkeypatch):
     assert resolve(ON_CUDA, "flash").name == "flash" and asked == ["hub"]
     with pytest.raises(NoBackend, match="no softcap"):
         resolve(ON_CUDA._replace(softcap=3.0), "flash")
+    assert get_backend("flash").kernels(ON_CUDA) == "FlashAttention 2, from the Hub"
+    assert resolve(ON_CUDA).name == "varlen", "a model that was named it earlier changes no other model"
+    assert asked == ["hub"]
+
+
+def test_flash_attention_4_serves_the_heads_that_it_has(packages, monkeypatch):
+    """Heads of up to 128, or DeepSeek's 192 with values of 128, which it takes as they are; others run elsewhere."""
+    packages("flash_attn.cute")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    dims = {(128, None): "flash", (192, 128): "flash", (192, None): "varlen", (256, None): "varlen", (24, 16): "flash"}
+    for (head_dim, value_dim), backend in dims.items():
+        request = ON_CUDA._replace(head_dim=head_dim, value_dim=value_dim)
+        assert resolve(request).name == backend
+        if backend == "flash":
+            assert get_backend(backend).kernels(request) == "FlashAttention 4"
+    (reason,) = get_backend("flash").refusals(ON_CUDA._replace(head_dim=256))
+    assert reason == "FlashAttention 4 needs heads of up to 128 (or 192 with values of 128), got 256"
+
+
+@pytest.mark.parametrize(("dims", "given"), [((192, 128), 128), ((24, 16), 24)])
+def test_flash_attention_4_takes_deepseeks_values_unpadded(dims, given, monkeypatch):
+    seen = []
+
+    def flash_attn_varlen_func(q, k, v, **options):
+        seen.append(v.shape[-1])
+        return q.new_zeros(*q.shape[:2], v.shape[-1])
+
+    monkeypatch.setattr(flash, "_capability", lambda device: (10, 0))
+    kernel = flash._kernel_of(flash_attn_varlen_func, **flash._PACKAGES[1].limits)
+    monkeypatch.setitem(flash._KERNELS, (10, 0), kernel)
+    layout = PackedLayout.from_lengths([3, 5])
+    out = get_backend("flash")(*random((8, 4, dims[0]), (8, 4, dims[0]), (8, 4, dims[1])),
+                               AttentionArguments(scaling=0.3).on(layout.attention))  # fmt: skip
+    assert out.shape == (8, 4, dims[1]) and seen == [given]
 
 
 def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):

@@ -78,8 +78,9 @@ class AttentionRequest(NamedTuple):
 
     `sliding_window` counts the keys that a query may attend to, with its own key (transformers' meaning). `value_dim`
     is the head dim of the values, `None` if it equals `head_dim`; multi-head latent attention (DeepSeek) has a
-    different one. `causal` is false if queries see later keys too. `named` is true if the user chose the backend by
-    name; that backend may then load a kernel that is not installed.
+    different one. `causal` is false if queries see later keys too. `exceeds_int32` is true if the batch's gradients
+    have more numbers than 32 bits can index. `named` is true if the user chose the backend by name; that backend may
+    then load a kernel that is not installed.
     """
 
     device: torch.device
@@ -94,6 +95,7 @@ class AttentionRequest(NamedTuple):
     bias: bool = False
     value_dim: int | None = None
     causal: bool = True
+    exceeds_int32: bool = False
     named: bool = False
 
     @classmethod
@@ -112,6 +114,7 @@ class AttentionRequest(NamedTuple):
             bias=call.bias is not None,
             value_dim=None if value.shape[-1] == query.shape[-1] else value.shape[-1],
             causal=call.layout.causal,
+            exceeds_int32=_exceeds_int32(query, key, value, call.layout),
         )
 
     def describe(self) -> str:
@@ -121,7 +124,26 @@ class AttentionRequest(NamedTuple):
         optional = {"value_dim": self.value_dim, "window": self.sliding_window, "softcap": self.softcap}
         optional |= {"dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
-        return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias + ["bidirectional"] * (not self.causal))
+        flags = {"sinks": self.sinks, "bias": self.bias, "bidirectional": not self.causal, "huge": self.exceeds_int32}
+        return " ".join(parts + [name for name, is_set in flags.items() if is_set])
+
+
+# FlashAttention 2's backward indexes its padded accumulator with 32-bit integers (flash-attention issue 1311). It has
+# 128 more tokens for each document, and heads are rounded up to a multiple of 32, above 192 to 256.
+_PADDED_TOKENS_PER_DOCUMENT = 128
+_MAX_ELEMENTS = 2**31
+
+
+def _exceeds_int32(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout) -> bool:
+    """Tell whether FlashAttention 2's gradients would be wrong for so large a batch, without an error."""
+    if not query.requires_grad:
+        return False
+    width = max(query.shape[-1], value.shape[-1])
+    rounded = 256 if width > 192 else -(-width // 32) * 32
+    # Sizes of tensors, because a graph would be made anew for other lengths.
+    tokens = key.shape[0] if layout.key_gather is None else layout.key_gather.index.shape[0]
+    padded = tokens + _PADDED_TOKENS_PER_DOCUMENT * (layout.keys.cu_seqlens.shape[0] - 1)
+    return bool(padded * query.shape[1] * rounded >= _MAX_ELEMENTS)
 
 
 def chosen_keys(indices: torch.Tensor, layout: PackedLayout) -> Bias:

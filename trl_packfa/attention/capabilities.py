@@ -15,6 +15,10 @@ import torch
 from .base import AttentionCall, AttentionRequest
 
 HALF = (torch.float16, torch.bfloat16)
+_TOO_LARGE = (
+    "cannot index the gradients of so large a batch: (tokens + 128 * documents) * heads * head_dim, rounded up to 32, "
+    "must be less than 2^31 (lower max_length or the batch size)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Capabilities:
     # with 0 they never are.
     cost_after_prefix: float = 0.0
     bidirectional: bool = False  # queries may see later keys too
+    any_size: bool = True  # its backward indexes any batch; FlashAttention 2's has 32 bits (`exceeds_int32`)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List every reason why these constants exclude the request; empty if they do not."""
@@ -78,6 +83,7 @@ class Capabilities:
         window = request.sliding_window
         needs = (
             (not request.causal, self.bidirectional, "runs here for causal attention only"),
+            (request.exceeds_int32, self.any_size, _TOO_LARGE),
             (window is not None, self.sliding_window, f"has no sliding window, the model asks for {window}"),
             (request.bias, self.bias, "cannot add a term to the scores, which sparse keys and position biases need"),
             (request.softcap is not None, self.softcap, "has no softcap"),
@@ -104,6 +110,10 @@ class AttentionBackend(ABC):
         Other kernels become one opaque operator in the graph.
         """
         return False
+
+    def kernels(self, request: AttentionRequest) -> str:
+        """Return the name of the kernels that serve the request, where a backend has several; else `""`."""
+        return ""
 
     @abstractmethod
     def __call__(

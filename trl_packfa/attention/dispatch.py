@@ -113,6 +113,14 @@ class BackendChoice:
             self.resolved[request] = resolve(request, self.name).name
         return get_backend(self.resolved[request])
 
+    def describe(self) -> list[str]:
+        """Return a line for each kind of request so far, with its backend and that backend's kernels."""
+        kernels = {name: get_backend(name).kernels for name in self.resolved.values()}
+        return [
+            f"{name}{f' ({found})' if (found := kernels[name](request)) else ''} for {request.describe()}"
+            for request, name in self.resolved.items()
+        ]
+
 
 @constant_in_graphs
 def _name_in_graphs(backend: str, *request: Any) -> str:

@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..errors import NoBackend
-from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionCall, AttentionRequest
@@ -29,22 +27,23 @@ FLASH = Capabilities(
     head_dim_multiple=8,
     bias=False,
     bidirectional=True,
+    any_size=False,
 )
-# FlashAttention 2's backward indexes its padded accumulator, (T + 128 * S) * N * H elements, with 32-bit integers
-# (flash-attention issue 1311).
-_PADDED_TOKENS_PER_DOCUMENT = 128
-_MAX_ELEMENTS = 2**31
 
 
 class _Kernel(NamedTuple):
-    """A `flash_attn_varlen_func` and the names of its parameters.
+    """A `flash_attn_varlen_func`, the names of its parameters, and the version of FlashAttention.
 
-    `is_traceable` says that its kernels are registered operators; `torch.compile` can put these into a graph.
+    `is_traceable` says that its kernels are registered operators; `torch.compile` can put these into a graph. `widest`
+    is its largest head dim; `pair` is one of head dim and value dim that it takes beyond that, without padded values.
     """
 
     function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     parameters: frozenset[str]
+    version: str = "2"
     is_traceable: bool = True
+    widest: int = 256
+    pair: tuple[int, int] | None = None
 
     def name_of(self, *names: str) -> str | None:
         """Return the first of `names` that is a parameter. flash-attn 4 renamed some parameters of flash-attn 2."""
@@ -58,15 +57,20 @@ class _Package(NamedTuple):
     module: str
     since: tuple[int, int]
     until: tuple[int, int] = (99, 0)
-    is_traceable: bool = True
+    limits: dict[str, Any] = {}
 
 
 # The fastest package of a GPU comes first.
 _PACKAGES = (
     # FlashAttention 3 uses Hopper's instructions, which no later GPU has.
-    _Package("flash_attn_interface", (9, 0), (10, 0)),
+    _Package("flash_attn_interface", (9, 0), (10, 0), {"version": "3"}),
     # FlashAttention 4 compiles at its first call, which Dynamo cannot trace. It is a beta, so 3 comes first on Hopper.
-    _Package("flash_attn.cute", (9, 0), is_traceable=False),
+    # The pair is that of multi-head latent attention (DeepSeek).
+    _Package(
+        "flash_attn.cute",
+        (9, 0),
+        limits={"version": "4", "is_traceable": False, "widest": 128, "pair": (192, 128)},
+    ),
     _Package("flash_attn", (8, 0)),
 )
 # Import errors of installed packages by package name, for example of a package that was built for another torch.
@@ -86,29 +90,32 @@ def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
                 if getattr(error, "name", None) != package.module:  # flash-attn 2 has no `cute`
                     _BROKEN[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 continue
-            yield _kernel_of(function, is_traceable=package.is_traceable)
+            yield _kernel_of(function, **package.limits)
 
 
-def _kernel_of(function: Callable[..., torch.Tensor], *, is_traceable: bool = True) -> _Kernel:
-    return _Kernel(function, frozenset(inspect.signature(function).parameters), is_traceable)
+def _kernel_of(function: Callable[..., torch.Tensor], **limits: Any) -> _Kernel:
+    return _Kernel(function, frozenset(inspect.signature(function).parameters), **limits)
 
 
-# Kernels by compute capability. It is a global and no function cache, because compiled graphs read functions from
-# globals only.
-_KERNELS: dict[tuple[int, int], _Kernel | None] = {}
+# Installed kernels by compute capability, and the Hub's. It is a global and no function cache, because compiled graphs
+# read functions from globals only.
+_KERNELS: dict[tuple[int, int] | str, _Kernel | None] = {}
+_HUB = "hub"
 
 
 def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | None:
-    """Return the kernel for GPUs of this capability. `named` says that the user chose the backend by name."""
+    """Return the kernel for GPUs of this capability, for a user who chose the backend by name that of the Hub, too."""
     if capability not in _KERNELS:
         _KERNELS[capability] = next(_installed(capability), None)
-    if named and _KERNELS[capability] is None and find_spec("kernels") is not None:
-        # The Hub's kernel is downloaded code from others, so only users who name this backend get it.
+    if not named or _KERNELS[capability] is not None:
+        return _KERNELS[capability]
+    if _HUB not in _KERNELS:
+        # It is downloaded code from others. `auto` never gets it, also in a process that has loaded it.
         from ..runtime.hub_kernel import hub_flash_attn_varlen_func
 
-        function = hub_flash_attn_varlen_func()
-        _KERNELS[capability] = None if function is None else _kernel_of(function)
-    return _KERNELS[capability]
+        function = None if find_spec("kernels") is None else hub_flash_attn_varlen_func()
+        _KERNELS[_HUB] = None if function is None else _kernel_of(function, version="2, from the Hub")
+    return _KERNELS[_HUB]
 
 
 def _missing() -> list[str]:
@@ -152,23 +159,39 @@ class FlashBackend(AttentionBackend):
         for feature, (value, names) in wanted.items():
             if value is not None and kernel.name_of(*names) is None:
                 reasons.append(f"this flash-attn's flash_attn_varlen_func has no {feature}")
+        widths = (request.head_dim, request.value_dim or request.head_dim)
+        if max(widths) > kernel.widest and widths != kernel.pair:
+            but = "" if kernel.pair is None else " (or {} with values of {})".format(*kernel.pair)
+            reasons.append(
+                f"FlashAttention {kernel.version} needs heads of up to {kernel.widest}{but}, got {max(widths)}"
+            )
         return reasons
 
     def is_traceable(self, device: torch.device) -> bool:
         """Tell whether the package for this device registers its kernels as operators."""
-        kernel = _kernel(_capability(device))
-        return kernel is not None and kernel.is_traceable
+        return self._chosen(device).is_traceable
+
+    def kernels(self, request: AttentionRequest) -> str:
+        """Return which FlashAttention serves the request."""
+        return f"FlashAttention {self._chosen(request.device).version}"
+
+    def _chosen(self, device: torch.device) -> _Kernel:
+        """Return the kernel of this device, after [`FlashBackend.refusals`] has found it."""
+        # Where nothing is installed, only a user who named this backend has come so far.
+        kernel = _kernel(_capability(device), named=True)
+        assert kernel is not None, "refusals() was not asked"
+        return kernel
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
-        kernel = _kernel(_capability(query.device))
-        assert kernel is not None, "refusals() was not asked"
+        kernel = self._chosen(query.device)
         value_dim = value.shape[-1]
-        query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
+        query, key, value = cast_to_autocast_dtype(query, key, value)
+        if (query.shape[-1], value_dim) != kernel.pair:
+            query, key, value = equally_wide(query, key, value)
         queries, keys = call.layout.queries, call.layout.keys
-        require_indexable(query, keys, self.name)
         sinks, side = call.sinks, None if call.sliding_window is None else call.sliding_window - 1
         options = {
             "window_size": None if side is None else (side, 0 if call.layout.causal else side),
@@ -209,22 +232,3 @@ def equally_wide(
     width = max(query.shape[-1], value.shape[-1])
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     return q, k, v
-
-
-def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -> None:
-    """Raise [`NoBackend`] for a batch that overflows the 32-bit index of FlashAttention 2's backward.
-
-    Gradients would be wrong without an error.
-    """
-    _, num_heads, head_dim = query.shape
-    padded = layout.num_tokens + _PADDED_TOKENS_PER_DOCUMENT * layout.num_documents
-    if query.requires_grad and padded * num_heads * head_dim >= _MAX_ELEMENTS:
-        raise NoBackend(
-            f"attention backend '{backend}' cannot index this batch: {layout.num_tokens} tokens in "
-            f"{layout.num_documents} documents, {num_heads} heads of {head_dim}.",
-            why=[
-                f"(tokens + 128 * documents) * heads * head_dim is {padded * num_heads * head_dim}, "
-                "but must be less than 2^31"
-            ],
-            do="Lower per_device_train_batch_size or max_length, or choose attention_backend='flex' or 'sdpa'.",
-        )

@@ -15,7 +15,7 @@ import torch
 from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionCall, AttentionRequest
 from .capabilities import AttentionBackend
-from .flash import FLASH, equally_wide, require_indexable
+from .flash import FLASH, equally_wide
 
 try:
     from torch.nn.attention import varlen
@@ -57,7 +57,6 @@ class VarlenBackend(AttentionBackend):
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
         queries, keys = call.layout.queries, call.layout.keys
-        require_indexable(query, keys, self.name)
         options: dict[str, Any] = {}
         if "scale" in _PARAMETERS:
             options["scale"] = call.scaling

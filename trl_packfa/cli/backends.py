@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .output import add_json, print_rows
 
 if TYPE_CHECKING:
-    from ..attention import AttentionRequest
+    from ..attention import AttentionBackend, AttentionRequest
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -42,8 +42,14 @@ def run(args: argparse.Namespace) -> int:
     request = usual_request()._replace(**asked)
     if not args.json:
         print(f"for {request.describe()}")
-    rows = [{"backend": b.name, "here": "; ".join(b.refusals(request)) or "yes", "what": b.summary} for b in BACKENDS]
+    rows = [{"backend": b.name, "here": _here(b, request), "what": b.summary} for b in BACKENDS]
     return print_rows(rows, as_json=args.json)
+
+
+def _here(backend: AttentionBackend, request: AttentionRequest) -> str:
+    """Say what a backend lacks for the request, or that it serves it, and with which kernels."""
+    why = "; ".join(backend.refusals(request))
+    return why or ", ".join(filter(None, ("yes", backend.kernels(request))))
 
 
 def usual_request() -> AttentionRequest:

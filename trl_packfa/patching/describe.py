@@ -49,7 +49,7 @@ def describe(model: nn.Module) -> str:
         lines.insert(3, f"{len(state.parts.attention)} attention modules: {modules}")
     by_document = Counter(type(module).__name__ for module in state.parts.mixers.values())
     lines += [f"{n} x {name}: {_how_it_runs(name, state)}" for name, n in by_document.items()]
-    lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
+    lines += [f"backend used: {line}" for line in state.backends.describe()]
     lines += describe_lora(state.adapted, state.options.fused_lora)
     return "\n".join([*lines, *_describe_kernels(state)])
 
