@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         pad_to_multiple_of: int | None
         model_init_kwargs: dict[str, Any] | None
         dataset_kwargs: dict[str, Any] | None
+        gradient_checkpointing_kwargs: dict[str, Any] | None
         strategy: Strategy
         trust_remote_code: bool
         # The learning rate, if the user has named none.

@@ -26,6 +26,7 @@ from ...exactness import (
 )
 from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
+from ...runtime.selective import save_attention
 from ...terminal.progress import proving
 from ...terminal.telling import tell
 from ..common.parallelism import agree, from_main_rank, row_group
@@ -143,9 +144,15 @@ class ExactnessGate:
     def switch_checkpointing(self, model: Any) -> None:
         """Switch activation checkpointing on as training will, because TRL does so only later."""
         args = self.args
-        if args.gradient_checkpointing:
-            switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
-            (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
+        if not args.gradient_checkpointing:
+            return
+        switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+        given = dict(args.gradient_checkpointing_kwargs or {})
+        if given.get("selective"):
+            save_attention(model)
+        # The Trainer takes these out, too: they are not torch's.
+        options = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+        (switch or model.gradient_checkpointing_enable)(given or None, **options)
 
     def _proven_by_patch(self) -> ExactnessReport | None:
         """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
