@@ -21,7 +21,7 @@ from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
 from trl_packfa.trainers.common import parallelism
 from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
 from trl_packfa.trainers.common.packed_run import LOCK, only_run_in
-from trl_packfa.trainers.sft.throughput import LossWatch
+from trl_packfa.trainers.sft.throughput import LossWatch, memory_advice
 
 ONE_STEP = {"max_steps": 2, "check_packing": False}
 
@@ -68,6 +68,26 @@ def test_out_of_memory_without_a_budget(options, advice, tmp_path):
     with pytest.raises(MemoryError) as raised:
         failing_forward(packed_trainer(arguments(out=tmp_path, **ONE_STEP, **options)), MemoryError("x")).train()
     assert advice in notes(raised.value)
+
+
+@pytest.mark.parametrize(("allocated", "setting", "told"), [
+    (30, "", True), (39, "", False), (30, "expandable_segments:True", False),
+])  # fmt: skip
+def test_out_of_memory_in_fragments_names_the_allocators_setting(allocated, setting, told, tmp_path, monkeypatch):
+    args = arguments(out=tmp_path)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 40 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated * 2**30)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as raised,
+        memory_advice(args, {"input_ids": torch.zeros(1, 8)}, budget=None),
+    ):
+        raise torch.OutOfMemoryError("no memory")
+    said = notes(raised.value)
+    assert "out of memory with a micro-batch of 8 tokens" in said
+    assert ("10.0 of 40.0 GiB that torch has reserved" in said) == told
+    assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said) == told
 
 
 def test_torchs_cpu_allocator_is_understood_and_other_errors_are_left_alone(tmp_path):

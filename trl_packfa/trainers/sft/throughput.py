@@ -6,6 +6,7 @@ Nothing here waits for the device outside of logging steps.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ _MEASURING = 0.05
 # Documents, and tokens of each, that a refused loss shows; and micro-batches without a log that are remembered.
 _SHOWN = 8
 _REMEMBERED = 1024
+# Share of the reserved memory in no tensor that is worth a word; settings of the allocator, the first for every torch.
+_FRAGMENTS, _ALLOCATOR = 0.1, ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Rows of the measured product, like the tokens of a full micro-batch. A GPU needs more rows than a CPU to be busy.
 _ROWS, _ROWS_ON_GPU = 2048, 8192
 
@@ -151,8 +154,22 @@ def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int 
     # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) and (advice := _advice(args, inputs, budget)) is not None:
-            error.add_note(advice)
+            error.add_note(advice + _advice_on_fragments())
         raise
+
+
+def _advice_on_fragments() -> str:
+    """Return a sentence if much of the memory that torch has reserved on a GPU is in no tensor, else `""`."""
+    if not torch.cuda.is_available():
+        return ""
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    grows = any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR)
+    if grows or reserved - allocated < _FRAGMENTS * reserved:
+        return ""
+    return (
+        f" And {(reserved - allocated) / 2**30:.1f} of {reserved / 2**30:.1f} GiB that torch has reserved are in no "
+        f"tensor, because micro-batches differ in length: set {_ALLOCATOR[0]}=expandable_segments:True."
+    )
 
 
 @figure("advice on memory")
