@@ -215,12 +215,17 @@ def test_a_plain_trainer(tmp_path, caplog):
     assert_another_run(leaking, padded)
 
 
+def test_the_plain_trainers_callback_keeps_the_options_of_a_patched_model(tmp_path):
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    model = trl_packfa.patch(small_model("mamba", num_hidden_layers=1), backend="reference")
+    train(tmp_path, model, flatten, callbacks=[PackfaCallback()])
+    assert "backend asked for: reference" in trl_packfa.describe(model)
+
+
 def test_models_that_no_hook_may_train(tmp_path):
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    with pytest.raises(UnsupportedModel, match="does not serve model type 'mamba'"):
-        train(tmp_path, small_model("mamba"), flatten, callbacks=[PackfaCallback()])
-    with pytest.raises(InvalidConfig, match="the model is already patched"):
-        train(tmp_path, trl_packfa.patch(small_model("llama")), flatten, callbacks=[PackfaCallback()])
+    with pytest.raises(UnsupportedModel, match="sorts the row's tokens"):
+        train(tmp_path, small_model("reformer"), flatten, callbacks=[PackfaCallback()])
     model = small_model("llama", num_hidden_layers=1)
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))

@@ -1,7 +1,7 @@
 """Axolotl plugin that makes sample packing exact on any device.
 
 ```yaml
-attn_implementation: sdpa          # Axolotl accepts no other name here; the plugin replaces it
+attn_implementation: sdpa          # packed rows use it nowhere: the plugin patches the model
 sample_packing: true
 plugins:
   - trl_packfa.frameworks.axolotl_plugin.PackfaPlugin
@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import InvalidConfig
-from .packing import packed_row, run_proven
+from .packing import packed_row, patch_checked
 
 # Hooks that must return a list; `None` is not enough.
 _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callbacks_post_trainer")
@@ -60,8 +60,8 @@ class PackfaPlugin:
             )
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Switch the loaded model, with its adapter, to `packfa`, and prove that packing is exact ([`run_proven`])."""
-        run_proven(model)
+        """Patch the loaded model with its adapter, and check that packing is exact ([`patch_checked`])."""
+        patch_checked(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows; return `None`, for Axolotl's own, if evaluation is not packed."""

@@ -1,7 +1,7 @@
 """LLaMA-Factory v1 plugin: a batching strategy and a kernel, both named `packfa`.
 
 ```yaml
-flash_attn: sdpa                   # LLaMA-Factory accepts no other name here; the kernel replaces it
+flash_attn: sdpa                   # packed rows use it nowhere: the kernel patches the model
 kernel_config: {name: packfa}
 batching_strategy: packfa
 ```
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import VersionTooOld
-from .packing import packed_row, run_proven
+from .packing import packed_row, patch_checked
 
 
 def examples_of_a_step(batch_info: dict[str, Any]) -> int:
@@ -64,8 +64,8 @@ def _row(samples: list[dict[str, Any]], cutoff: int) -> dict[str, Any]:
 
 
 def apply(model: Any, include_kernels: Any = None) -> Any:
-    """Switch the loaded model to `packfa`, prove that packing is exact ([`run_proven`]), and return the same model."""
-    run_proven(model)
+    """Patch the loaded model, check that packing is exact ([`patch_checked`]), and return the same model."""
+    patch_checked(model)
     return model
 
 

@@ -1,7 +1,7 @@
 """ms-swift 4 callback; FILE is this file: `swift sft --external_plugins FILE --callbacks packfa --attn_impl sdpa`.
 
-ms-swift allows `--packing` and `--padding_free` with FlashAttention only. This callback first switches the model to
-`attn_implementation="packfa"`, then its template to padding-free. Each micro-batch is one row, on any device.
+ms-swift allows `--packing` and `--padding_free` with FlashAttention only. This callback first patches the model,
+then switches its template to padding-free. Each micro-batch is one row, on any device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 # Absolute imports: ms-swift imports this file by its path, so relative imports would fail.
 from trl_packfa.errors import InvalidConfig, VersionTooOld
-from trl_packfa.frameworks.packing import run_proven
+from trl_packfa.frameworks.packing import patch_checked
 
 try:
     from swift.callbacks import callbacks_map  # type: ignore[import-not-found]  # no dependency
@@ -36,14 +36,14 @@ class PackfaCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Switch model and template, prove that packing is exact, or refuse; the first batch is made later."""
+        """Patch and check the model, and switch its template; the first batch is made later."""
         template = self.trainer.template
         if getattr(template, "support_padding_free", None) is False:
             raise InvalidConfig(
                 f"the template {type(template).__name__} does not support padding-free rows.",
                 do="Drop --callbacks packfa, or choose another template.",
             )
-        run_proven(self.trainer.model)
+        patch_checked(self.trainer.model)
         template.padding_free = self.trainer.padding_free = True
 
 

@@ -1,4 +1,4 @@
-"""Callback for transformers' own `Trainer`: it switches the model to `attn_implementation="packfa"` and proves it."""
+"""Callback for transformers' own `Trainer`: it patches the model and checks it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .packing import run_proven
+from .packing import patch_checked
 
 
 class PackfaCallback(TrainerCallback):
-    """Callback that stops training unless the model is proven to keep documents apart.
+    """Callback that stops training unless packing is exact on the model.
 
     ```python
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -19,5 +19,5 @@ class PackfaCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Switch the model to `packfa`; raise [`ContaminationError`] if packing is not exact on it."""
-        run_proven(kwargs["model"])
+        """Patch the model; raise [`ContaminationError`] if packing is not exact on it."""
+        patch_checked(kwargs["model"])
