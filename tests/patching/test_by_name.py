@@ -17,8 +17,8 @@ import trl_packfa
 import trl_packfa.register
 from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidConfig, InvalidLayout, PackingError, UnsupportedModel, VersionTooOld
+from trl_packfa.patches.registry import find_patch_for_type
 from trl_packfa.patching.named_attention import register_name
-from trl_packfa.patching.named_models import find_patch_for_type
 from trl_packfa.versions import MINIMUM_VERSIONS
 
 TYPES = (
@@ -221,12 +221,9 @@ def test_check_proves_it_and_the_patch_still_works():
         assert torch.equal(torch.cat(packed(trl_packfa.unpatch(model), **TOLD["both"])), before)
 
 
-def test_check_finds_what_does_not_reach_the_attention():
-    model = small_model("stablelm")
-    model.set_attn_implementation("packfa")  # as it is made it would be refused
-    report = trl_packfa.check(model)
-    assert not report.is_exact
-    assert "cu_seq_lens_q do not reach" in report["isolation"].where
+def test_check_of_a_model_by_name_refuses_types_that_never_call_the_registries():
+    with pytest.raises(UnsupportedModel, match="does not serve model type 'mamba'"):
+        trl_packfa.check(named("mamba", num_hidden_layers=1))
 
 
 def test_an_adapter_packs():
@@ -243,41 +240,40 @@ def test_an_adapter_packs():
 
 
 UNSERVED = {
-    "mamba": "not only attention mixes its tokens", "jamba": "not only attention mixes its tokens",
+    "jamba": "not only attention mixes its tokens",
     "bert": "counts positions itself", "bloom": "does not go through", "llama4_text": "one by one",
     "stablelm": "does not pass cu_seq_lens_q on", "persimmon": "does not pass position_ids on",
     "xglm": "does not go through",
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("told", [{}, TOLD["both"], TOLD["position_ids"]], ids=["alone", "both", "positions"])
 @pytest.mark.parametrize("model_type, why", UNSERVED.items(), ids=list(UNSERVED))
-def test_types_that_do_more_are_refused_when_they_are_made(model_type, why):
+def test_unserved_types_are_refused_at_their_first_call(model_type, why, told):
+    model = named(model_type)
     with pytest.raises(UnsupportedModel, match=rf"does not serve model type '{model_type}'") as refusal:
-        named(model_type)
+        packed(model, **told)
     assert why in str(refusal.value) and "trl_packfa.patch(model)" in str(refusal.value)
 
 
-@pytest.mark.parametrize("told", [{}, TOLD["both"], TOLD["position_ids"]])
-def test_types_that_do_more_are_refused_at_their_first_call(told):
-    model = small_model("jamba")
-    model.set_attn_implementation("packfa")
-    with pytest.raises(UnsupportedModel, match="does not serve model type 'jamba'"):
-        packed(model, **told)
+def test_an_unserved_type_runs_by_another_name_and_by_a_patch():
+    model = named("jamba")
     model.set_attn_implementation("sdpa")
-    packed(model)
+    expected, _ = alone(eager("jamba"), documents())
+    with torch.no_grad():
+        assert differs(torch.cat(packed(model, **TOLD["both"])), torch.cat(expected))
+        assert_recomputed(torch.cat(packed(trl_packfa.patch(model), **TOLD["both"])), torch.cat(expected))
 
 
-def test_a_type_that_nobody_measured_is_refused_until_it_is_proven():
+def test_a_type_that_nobody_measured_is_refused():
     config = small_model("llama").config
     config.model_type = "stranger"  # a type of somebody's own
     config._attn_implementation = "packfa"
     assert find_patch_for_type("stranger") is None
-    torch.manual_seed(0)
     model = type(small_model("llama"))(config).eval()
-    with pytest.raises(UnsupportedModel, match=r"'stranger'.\n  - it was never measured\nRun trl_packfa.check"):
-        packed(model, **TOLD["both"])
-    assert trl_packfa.check(model).is_exact
-    packed(model, **TOLD["both"])
+    for call in (packed, lambda model, **told: trl_packfa.check(model)):
+        with pytest.raises(UnsupportedModel, match=r"'stranger'.\n  - it was never measured\nLoad it with"):
+            call(model, **TOLD["both"])
 
 
 def test_refused_calls():

@@ -212,15 +212,15 @@ def _must_repeat(key: Key, before: Trace, after: Trace) -> bool:
 
 
 @torch.no_grad()
-def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
+def measure_control(probe: Probe) -> float:
     """Measure how far the logits of documents move when others are replaced and the call has no boundaries.
 
-    They must move. The unit is the logits' standard deviation. `told` names the arguments that the call keeps;
-    positions that restart are left out by default, as transformers reads boundaries from them.
+    They must move. The unit is the logits' standard deviation. Positions that restart are left out as well, as
+    transformers reads boundaries from them.
     """
     which = replacements(len(probe.lengths))[1]
     runs = (
-        probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), told=told)
+        probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), without_boundaries=True)
         for replaced in ((False,) * len(which), which)
     )
     before, after = ([own.logits for own in run.values() if own.logits is not None] for run in runs)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..collator import DataCollatorForPacking
-from ..errors import PackingError, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
-from ..patching.named_models import MEASURED, NAME, named_state, runs_by_name, switched_on, trust
+from ..patching.named_models import NAME, named_state, runs_by_name
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.memory import return_freed_memory
 from ..runtime.override import set_inside
@@ -64,10 +64,10 @@ def check(
 ) -> ExactnessReport:
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
-    The model must be patched, or loaded with `attn_implementation="packfa"`; one of the second kind that is exact is
-    then trusted in this process. The check runs about six thousand tokens, in training mode without dropout, across
-    both modes, and in evaluation mode by itself, too, if that computes something else. Modes, gradients, caches and
-    random state are left as they were. Run it under the autocast that training will use.
+    The model must be patched, or loaded with `attn_implementation="packfa"`. The check runs about six thousand tokens,
+    in training mode without dropout, across both modes, and in evaluation mode by itself, too, if that computes
+    something else. Modes, gradients, caches and random state are left as they were. Run it under the autocast that
+    training will use.
 
     Args:
         model (`torch.nn.Module`):
@@ -84,54 +84,16 @@ def check(
             Called with the name of the next measurement and the share of the work that is done.
 
     Raises:
-        [`UnsupportedModel`]: if the model is of neither kind, or its weights are split without ZeRO-3's engine.
+        [`UnsupportedModel`]: if the model is of neither kind, or its type is not served by name, or its weights are
+            split without ZeRO-3's engine.
     """
-    state = find_state(model)
-    by_name, collator = state is None, collator or DataCollatorForPacking()
-    if by_name and not runs_by_name(model):
+    state, collator = find_state(model), collator or DataCollatorForPacking()
+    if state is None and not runs_by_name(model):
         raise UnsupportedModel(
             "the model is not patched.",
             do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
         )
-    with switched_on(MEASURED) if by_name else nullcontext():
-        state = named_state(model) if state is None else state
-        report = _check(model, state, collator, documents, processing_class, seed, progress)
-        if by_name and report.is_exact:
-            report = _told_in_part(model, state, collator, report)
-    if by_name and report.is_exact:
-        trust(model)
-    return report
-
-
-def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
-    """Check that each way to send boundaries by itself reaches the attention of a model that runs by name."""
-    documents = _draw(model, state, torch.empty(0, dtype=torch.long), report.seed)
-    with quiet(model):
-        probe = _short_probe(Subject(model, state, None), collator, documents, report.seed)
-        for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
-            try:
-                moved = measure_control(probe, told=told)
-            except PackingError:
-                if told == ("position_ids",):
-                    raise
-                continue  # a model whose positions must restart refuses these: they are not ignored
-            # If the boundaries are ignored, documents move as much as without them; else only by rounding.
-            if not moved < 0.1 * measure_control(probe):
-                where = f"the attention, which {told[0]} do not reach"
-                return report.with_rows([report["isolation"]._replace(difference=moved, where=where)])
-    return report
-
-
-def _check(
-    model: nn.Module,
-    state: PatchState,
-    collator: Collator,
-    documents: Sequence[Sequence[int]] | None,
-    processing_class: Any,
-    seed: int,
-    progress: Callable[[str, float], None] | None,
-) -> ExactnessReport:
-    """Run [`check`] for a model whose attention is known."""
+    state = named_state(model) if state is None else state
     if isinstance(model, DistributedDataParallel):
         model = model.module  # it is the same on every rank, and gradients need not be shared here
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
 from ..patching.inspect import inner_model, known_ids, known_labels
-from ..patching.named_models import AS_SDPA, switched_on
+from ..patching.named_models import masks_as_sdpa
 from .documents import Documents
 from .following import Following, Result, Run
 from .scoring import Scorer
@@ -103,9 +103,9 @@ class Probe:
         return [b if other else a for (a, b), other in zip(pairs, which, strict=True)]
 
     def packed(
-        self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
+        self, arrangement: Arrangement, tokens: Documents | None = None, *, without_boundaries: bool = False
     ) -> Run:
-        """Run the arrangement's documents, or `tokens` in their places; `told` names the only arguments to keep."""
+        """Run the arrangement's documents, or `tokens` in their places."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
             batch = self.collator(_examples(tokens))
@@ -120,8 +120,8 @@ class Probe:
                 "position_ids": layout.position_ids(),
                 "packed_layout": layout,
             }
-        if told is not None:
-            batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
+        if without_boundaries:
+            batch = {"input_ids": batch["input_ids"]}
         scored = [self._scored(arrangement.documents, len(ids)) for ids in tokens]
         places = torch.cat([place[own] for place, own in zip(arrangement.places.values(), scored, strict=True)])
         found = self._score(self._call_of(batch), arrangement.shape, places)
@@ -137,7 +137,7 @@ class Probe:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
-        with switched_on(AS_SDPA):
+        with masks_as_sdpa():
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored((document,), ids.shape[1]))
         return {document: Result(found.states[0], found.logits if len(found.logits) else None)}
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.base import AttentionArguments
@@ -34,7 +33,7 @@ from ..runtime.per_document import BOUNDARIES, FLASH_KEYS
 from .attention_interface import READ, attend_packed, read_options, require_known
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
-from .named_models import AS_SDPA, CHOSEN, NAME, refuse_at_load, require_positions, served_patch
+from .named_models import AS_SDPA, CHOSEN, NAME, require_positions, served_patch
 
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
 _PADDING = "trl_packfa_padding"
@@ -52,7 +51,7 @@ def named_attention_forward(
     """
     causal = options.get("is_causal")
     causal = is_causal(module) if causal is None else causal
-    patch = served_patch(module.config) if causal else None
+    patch = served_patch(module.config.model_type) if causal else None
     layout = _layout_of(query, key.shape[2], attention_mask, options)
     arguments = read_options(query, options)
     if patch is not None and patch.window is not None:
@@ -212,7 +211,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     sdpa_mask = AttentionMaskInterface()["sdpa"]
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
-    served_patch(options["config"])
+    served_patch(options["config"].model_type)
     if AS_SDPA.get():
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     length, padding = options["q_length"], options.get("attention_mask")
@@ -238,7 +237,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
 
 
 def register_name() -> None:
-    """Register both functions with transformers, and from then on refuse to build models that they cannot serve.
+    """Register both functions with transformers.
 
     Raise [`InvalidConfig`] if another package has registered the name.
     """
@@ -247,13 +246,6 @@ def register_name() -> None:
         if getattr(interface().get(NAME), "__module__", __name__) == __name__:
             interface.register(NAME, ours)
     require_registered()
-    _watch_models()
-
-
-@cache  # there is only one hook, however often the name is registered
-def _watch_models() -> None:
-    """Let [`refuse_at_load`] see each model as it is built."""
-    register_module_module_registration_hook(refuse_at_load)
 
 
 def require_registered() -> None:

@@ -2,7 +2,7 @@
 
 transformers checks only that the name is registered. No registry sees what a model does besides attention (recurrent
 state, convolutions, attention of its own). So only types whose patch changes attention alone are served. Any other
-type is refused at its first call, packed or not, until `check` has proven it.
+type is refused at its first call that asks for a mask or for attention, packed or not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..attention import BackendChoice
 from ..errors import PackingError, UnsupportedModel
@@ -22,9 +21,9 @@ from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
 from ..patches.base import Patch
 from ..patches.registry import find_patch_for_type
-from .apply import PatchOptions, PatchState
-from .inspect import find_parts, inner_model, model_type, uses_interface
+from .inspect import find_parts, inner_model, model_type
 from .rotary import LENGTH_DEPENDENT
+from .state import PatchOptions, PatchState
 
 NAME = "packfa"
 
@@ -46,62 +45,26 @@ _NOT_BY_NAME: dict[str, str] = {
 }
 _PATCH_IT = "Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model)."
 
-# True while `check` measures in this context, so that a model of any type runs by name.
-MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
 # True while calls always run under `sdpa`'s mask: the check uses this as its reference.
 AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
-# The configs that `check` has proven in this process, as text.
-_PROVEN: set[str] = set()
 
 # Types with rotary embeddings whose results depend on more than differences of positions.
 _POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
-def served_patch(config: Any) -> Patch | None:
-    """Return the patch of a type that is served by name; `None` if `check` is measuring the model, or has proven it.
-
-    Raise [`UnsupportedModel`] for any other.
-    """
-    why = _why_not_served(config.model_type)
-    if why is None:
-        return find_patch_for_type(config.model_type)
-    if MEASURED.get() or (why == _NEVER_MEASURED and _identity(config) in _PROVEN):
-        return None
-    raise _refusal(config.model_type, why)
+def served_patch(model_type: str) -> Patch:
+    """Return the patch of a type that is served by name; raise [`UnsupportedModel`] for any other type."""
+    patch = find_patch_for_type(model_type)
+    why = _NEVER_MEASURED if patch is None else _why_not_served(model_type, patch)
+    if patch is None or why is not None:
+        raise UnsupportedModel(
+            f"attn_implementation='{NAME}' does not serve model type '{model_type}'.", why=[str(why)], do=_PATCH_IT
+        )
+    return patch
 
 
-def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Raise [`UnsupportedModel`] while a causal LM of a type that is not served is built: some call neither function.
-
-    torch calls this whenever a module gets a submodule (`register_module_module_registration_hook`).
-    """
-    if not isinstance(module, PreTrainedModel) or not isinstance(submodule, PreTrainedModel):
-        return
-    config: Any = submodule.config
-    if module.config is not config or config._attn_implementation != NAME:
-        return  # not a model and its backbone, or not ours
-    why = _why_not_served(config.model_type)
-    if why == _NEVER_MEASURED:
-        if any(uses_interface(part) for part in submodule.modules()):
-            return  # refused at its first call, unless `check` proves it
-        why = _OWN_ATTENTION
-    if why is not None:
-        raise _refusal(config.model_type, why)
-
-
-def require_served(model: nn.Module) -> None:
-    """Raise [`UnsupportedModel`] for a loaded model whose type is not served."""
-    name = inner_model(model).config.get_text_config().model_type
-    why = _why_not_served(name)
-    if why is not None and why != _NEVER_MEASURED:  # `check` decides on types that were never measured
-        raise _refusal(name, why)
-
-
-def _why_not_served(name: str) -> str | None:
+def _why_not_served(name: str, patch: Patch) -> str | None:
     """Return why a type is not served; `None` if its patch changes only attention, through transformers' interface."""
-    patch = find_patch_for_type(name)
-    if patch is None:
-        return _NEVER_MEASURED
     if name in _NOT_BY_NAME:
         return _NOT_BY_NAME[name]
     if patch.level == "rebatch":
@@ -115,31 +78,14 @@ def _why_not_served(name: str) -> str | None:
     return _OWN_ATTENTION if own or patch.origin != "trl_packfa" else None
 
 
-def _refusal(name: str, why: str) -> UnsupportedModel:
-    check = "Run trl_packfa.check(model) before: a model that it finds exact is served."
-    do = check if why == _NEVER_MEASURED else _PATCH_IT
-    return UnsupportedModel(f"attn_implementation='{NAME}' does not serve model type '{name}'.", why=[why], do=do)
-
-
-def _identity(config: Any) -> str:
-    # The config's text has the type of its class, so the instance's type is added.
-    return f"{config.model_type} {config.to_json_string(use_diff=False)}"
-
-
 @contextmanager
-def switched_on(switch: ContextVar[bool]) -> Iterator[None]:
-    """Switch [`MEASURED`] or [`AS_SDPA`] on inside a `with` block."""
-    token = switch.set(True)
+def masks_as_sdpa() -> Iterator[None]:
+    """Let calls by name run under `sdpa`'s masks inside a `with` block, as the check's reference does."""
+    token = AS_SDPA.set(True)
     try:
         yield
     finally:
-        switch.reset(token)
-
-
-def trust(model: nn.Module) -> None:
-    """Serve models that have the config of this model, which `check` has proven."""
-    config: Any = inner_model(model).config
-    _PROVEN.update((_identity(config), _identity(config.get_text_config())))
+        AS_SDPA.reset(token)
 
 
 def runs_by_name(model: nn.Module) -> bool:
@@ -151,19 +97,12 @@ def runs_by_name(model: nn.Module) -> bool:
 def named_state(model: nn.Module) -> PatchState:
     """Return the state that the check reads, for a model that runs by name; the model is not changed.
 
-    Raise [`UnsupportedModel`] if no attention module uses transformers' interface, or windows do not reach them.
+    Raise [`UnsupportedModel`] if its type is not served.
     """
-    name = model_type(model)
-    patch = find_patch_for_type(name)
-    asked = Patch(model_types=(name,), window=patch and patch.window)
-    try:
-        parts = find_parts(model, asked, by_name=True)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(
-            f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
-            why=[error.what],
-            do=_PATCH_IT,
-        ) from error
+    config: Any = inner_model(model).config
+    patch = served_patch(config.get_text_config().model_type)
+    asked = Patch(model_types=(model_type(model),), window=patch.window)
+    parts = find_parts(model, asked, by_name=True)
     return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, parts)
 
 
