@@ -1,12 +1,13 @@
-"""Print a table of the documentation from the measured results, as Markdown.
+"""Print a table of the documentation from the measured results or the code, as Markdown.
 
-    python tools/support_tables.py models | training | images | encoders | adapters
+    python tools/support_tables.py models | training | images | encoders | adapters | requirements
 
 The pages hold its output between comments with the command; tests compare both.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,10 @@ from trl_packfa.adapters import table
 from trl_packfa.adapters.table import EXACT
 from trl_packfa.cli.models import HEADS, number
 from trl_packfa.patches.measured import composites, encoders, results, training
+from trl_packfa.trainers.common.requirements.arguments import ARGUMENTS, WITHOUT_PADS
+from trl_packfa.trainers.common.requirements.built import PATCHED, PRECISION, SAMPLER
+from trl_packfa.trainers.common.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
+from trl_packfa.trainers.common.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
 
 Results = Mapping[str, Mapping[str, Any]]
 Answer = TypeVar("Answer", str, tuple[str, str])
@@ -234,12 +239,40 @@ def adapter_table(kinds: Results) -> str:
     return "\n".join(lines)
 
 
+# Rows of what a run requires, by what they are about.
+_REQUIREMENTS = {
+    "Arguments": ARGUMENTS,
+    "Several processes, packages, the trainer's other arguments": (*TRAINABLE, *SETUP, *PACKAGES, *LAUNCH, *HUB),
+    "Data": (*DATA, *NO_STREAMS, *FORMATS, *TEXTS, *PACKABLE_DATA),
+    "SFT on images": IMAGES,
+    "Trainers that run padded batches without their pads": WITHOUT_PADS,
+    "The model": (*MODEL[1:], *PRECISION, *PATCHED, *SAMPLER),
+}
+
+
+def requirement_table() -> str:
+    """Return the tables of what is refused: each row of the requirements, with dots for what a message fills in."""
+    lines = []
+    for title, rows in _REQUIREMENTS.items():
+        lines += [f"**{title}**", "", "| refused | why | instead |", "|---|---|---|"]
+        lines += [f"| {' | '.join(map(_with_dots, (row.shown or row.what, row.why, row.do)))} |" for row in rows]
+        lines += [""]
+    return "\n".join(lines[:-1])
+
+
+def _with_dots(text: str) -> str:
+    # Doubled braces are braces of the message.
+    dotted = re.sub(r"(?<!\{)\{[^{}%]+\}(?!\})", "...", text).replace("{{", "{").replace("}}", "}")
+    return "" if dotted == "..." else dotted.removesuffix(".").replace("|", "\\|")
+
+
 TABLES = {
     "models": lambda: model_table(results()),
     "training": lambda: training_table(training()["types"]),
     "images": lambda: composite_table(composites()["types"]),
     "encoders": lambda: encoder_table(encoders()["types"]),
     "adapters": lambda: adapter_table(table.results()),
+    "requirements": requirement_table,
 }
 
 

@@ -122,7 +122,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
      r"train dataset is a stream. TRL's GRPOTrainer cannot train on streams"),
 ])  # fmt: skip
 def test_a_mistake_is_one_message(data, more, said, monkeypatch, capsys):
-    monkeypatch.setattr("trl_packfa.trainers.common.preflight.is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr("trl_packfa.trainers.common.requirements.runs.is_flash_attn_2_available", lambda: False)
     assert train(data, *more) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Traceback" not in error

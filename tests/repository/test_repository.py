@@ -15,7 +15,15 @@ import tolerance
 import tomllib
 import torch
 import yaml
-from support_tables import adapter_table, composite_table, encoder_table, model_table, on_page, training_table
+from support_tables import (
+    adapter_table,
+    composite_table,
+    encoder_table,
+    model_table,
+    on_page,
+    requirement_table,
+    training_table,
+)
 from tiny_models import all_types
 from tiny_models.encoders import encoder_types
 
@@ -256,6 +264,10 @@ def test_a_page_holds_the_generated_table_of_adapters():
 
     page = (ROOT / "docs" / "models.md").read_text()
     assert on_page("adapters", page) == adapter_table(table.results())
+
+
+def test_a_page_holds_the_generated_tables_of_requirements():
+    assert on_page("requirements", (ROOT / "docs" / "reference.md").read_text()) == requirement_table()
 
 
 def test_a_page_holds_the_generated_table_of_trainers():

@@ -160,7 +160,7 @@ def test_tokens_that_are_not_the_part_are_refused():
 ])  # fmt: skip
 def test_models_that_need_whole_rows_are_refused(kind, reason):
     model = trl_packfa.patch(small_model(kind, num_hidden_layers=1))
-    said = rf"rows that 2 processes share(.|\n)*{reason}(.|\n)*sequence_parallel=1"
+    said = rf"does not support sequence_parallel=2(.|\n)*{reason}(.|\n)*sequence_parallel=1"
     with pytest.raises(UnsupportedModel, match=said):
         model(**shard_batch(batch_of(vocabulary=40), RowShard(0, 2)))
 

@@ -82,10 +82,10 @@ def test_bfd_split_is_bfd_that_splits():
 @pytest.mark.parametrize(("options", "message"), [
     ({"packing": False, "packing_strategy": "bfd"}, "packing=False, but packing_strategy='bfd'"),
     ({"packing_strategy": "bfd", "max_length": None}, r"fills rows of max_length tokens, max_length is None"),
-    ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'step', 'minibatch', 'bfd'"),
-    ({"overflow": "cut"}, r"overflow='cut' does not exist(.|\n)*'truncate', 'split'"),
+    ({"packing_strategy": "wrap"}, r"'wrap' is not supported by PackedSFTConfig(.|\n)*'step', 'minibatch', 'bfd'"),
+    ({"overflow": "cut"}, r"overflow='cut' is not supported by PackedSFTConfig(.|\n)*'truncate', 'split'"),
     ({"max_length": 1}, "a document needs two tokens"),
-    ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: a document needs two tokens"),
+    ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch=0: it must be 2 or more\.\n.*needs two tokens"),
     ({"max_tokens_per_microbatch": 9, "packing_strategy": "bfd"}, "has no effect under packing_strategy='bfd'"),
     ({"train_sampling_strategy": "batch_rebalance"}, "both decide how a step is cut"),
     ({"use_peft": False, "load_in_4bit": True}, "quantized weights cannot be trained"),
@@ -95,7 +95,7 @@ def test_bfd_split_is_bfd_that_splits():
     ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
     ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
     ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
-    ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
+    ({"max_tokens_per_microbatch": -5}, r"max_tokens_per_microbatch=-5: it must be 2 or more"),
 ])  # fmt: skip
 def test_contradictions_are_refused(options, message):
     with pytest.raises(InvalidConfig, match=message):
@@ -121,6 +121,21 @@ def test_other_arguments_are_taken_over():
     bare = TrainingArguments("o", learning_rate=1e-3, use_cpu=True)
     assert PackedSFTConfig.from_args(bare).learning_rate == 1e-3
     assert PackedSFTConfig.from_args(args) is args
+
+
+@pytest.mark.parametrize(("changes", "strategy", "overflow"), [
+    ({"packing_strategy": "bfd_split"}, "bfd_split", "split"),
+    ({"packing": False}, None, "truncate"),
+    ({"max_length": 64, "use_peft": False}, "step", "truncate"),
+])  # fmt: skip
+def test_replaced_config_is_settled_anew_and_the_old_one_stays(changes, strategy, overflow):
+    args = config()
+    before = dict(vars(args))
+    changed = dataclasses.replace(args, **changes)
+    assert (changed.packing_strategy, changed.overflow) == (strategy, overflow)
+    assert {name: getattr(changed, name) for name in changes} == changes and vars(args) == before
+    with pytest.raises(InvalidConfig, match="max_length=1: it must be 2 or more"):
+        dataclasses.replace(args, max_length=1)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -5,8 +5,7 @@ from types import MethodType
 import pytest
 from training import arguments, losses, packed_trainer
 
-from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.sft import construction, exactness_gate, model_code
+from trl_packfa.trainers.sft import exactness_gate, model_code
 
 
 @pytest.fixture
@@ -27,7 +26,6 @@ def events(monkeypatch):
 
     check = exactness_gate.check
     monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
-    monkeypatch.setattr(construction, "is_liger_kernel_available", lambda: True)
     too_late = "transformers.trainer.apply_liger_kernel"
     monkeypatch.setattr(too_late, lambda *args: pytest.fail("applied after the proof"))
     monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("proven") or check(*a, **k))
@@ -45,7 +43,8 @@ def test_liger_is_applied_once_and_proven(events):
     assert trainer.args.use_liger_kernel, "as it was asked for: checkpoints say so"
 
 
-def test_liger_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(construction, "is_liger_kernel_available", lambda: False)
-    with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, but liger-kernel is not installed.\npip install"):
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
+def test_liger_that_is_not_installed_is_refused_by_transformers(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: False)
+    with pytest.raises(ImportError, match=r"(?i)use_liger_kernel.*not available(.|\n)*pip install"):
         packed_trainer(arguments(use_liger_kernel=True))

@@ -19,7 +19,10 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset,
 from trl_packfa.trainers.common import parallelism as ranks
 from trl_packfa.trainers.common.checkpoint_files import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.trainers.common.model_loading import _tell_idle_gpus, init_kwargs
-from trl_packfa.trainers.common.parallelism import asked_parallelism, refuse_uneven_calls
+from trl_packfa.trainers.common.requirements import require
+from trl_packfa.trainers.common.requirements.built import PATCHED
+from trl_packfa.trainers.common.requirements.runs import asked_parallelism
+from trl_packfa.trainers.common.requirements.training import Training
 from trl_packfa.trainers.common.steps import StepSampler, rank_loader
 
 
@@ -86,8 +89,8 @@ def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("found", [None, "0.17.5"])
 def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
-    monkeypatch.setattr("trl_packfa.trainers.common.parallelism.installed_version", lambda package: found)
-    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, but ZeRO-3 needs(.|\n)*FSDP2"):
+    monkeypatch.setattr("trl_packfa.trainers.common.requirements.runs.installed_version", lambda package: found)
+    with pytest.raises(VersionTooOld, match=rf"ZeRO-3 needs deepspeed >= .*found {found or 'none'}\.(.|\n)*FSDP2"):
         packed_trainer(under_deepspeed(tmp_path, {}))
 
 
@@ -100,7 +103,10 @@ def test_weights_in_parts_without_an_engine_are_refused():
 
 
 def refused_under(fsdp_plugin, model):
-    refuse_uneven_calls(trl_packfa.patch(model), fsdp_plugin)
+    state = SimpleNamespace(fsdp_plugin=fsdp_plugin)
+    trainer = SimpleNamespace(is_proven_wrapped=True, accelerator=SimpleNamespace(state=state),
+                              neftune_noise_alpha=None, train_dataset=None)  # fmt: skip
+    require(PATCHED, Training(arguments(), "a trainer", model=trl_packfa.patch(model), trainer=trainer))
 
 
 @pytest.mark.parametrize(("kind", "named"), [("openai-gpt", "the backbone"), ("mamba2", r"layers.0.mixer, layers.1")])

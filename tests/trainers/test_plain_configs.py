@@ -24,6 +24,7 @@ from trl_trainers import (
 import trl_packfa
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import find_state
+from trl_packfa.trainers.common.requirements import Requirement
 
 
 def plain(kind, out, **options):
@@ -125,10 +126,8 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
     options = {"max_steps": 2, "max_length": 30}
     expected, _ = run(build, kind, tmp_path, **options)
 
-    def refuse(*args, **options):
-        raise InvalidConfig("this cannot be packed.", why=["a reason"])
-
-    monkeypatch.setattr("trl_packfa.trainers.preference.trainer.refuse_before_loading", refuse)
+    refused = Requirement(lambda run: run.packing, "this cannot be packed.", why="a reason")
+    monkeypatch.setattr("trl_packfa.trainers.preference.trainer.PACKED", (refused,))
     caplog.clear()
     logs, trainer = run(plain, kind, tmp_path, **options)
     assert max(differences(expected, logs).values()) == 0.0 and "padding_saved" not in logs[0]

@@ -19,7 +19,10 @@ import trl_packfa
 from trl_packfa import PackedSFTConfig, padding_free
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
 from trl_packfa.exactness import Comparison
-from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, require_shareable, share_rows
+from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, share_rows
+from trl_packfa.trainers.common.requirements import require
+from trl_packfa.trainers.common.requirements.built import PATCHED
+from trl_packfa.trainers.common.requirements.training import Training
 from trl_packfa.trainers.common.steps import StepSampler
 from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
 from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
@@ -39,7 +42,7 @@ def processes(monkeypatch):
 # Processes, what else the config asks for and what the trainer is given, and what is said.
 REFUSED = {
     "more than the processes": (1, {}, {},
-                                r"sequence_parallel=2 is more than the number of processes, 1(.|\n)*torchrun"),
+                                r"sequence_parallel=2 does not divide the number of processes, 1(.|\n)*torchrun"),
     "unequal groups": (3, {}, {}, "sequence_parallel=2 does not divide the number of processes, 3"),
     "a loss function": (2, {}, {"compute_loss_func": lambda *args, **kwargs: None},
                         r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"),
@@ -65,14 +68,17 @@ def test_rows_with_images_are_refused(tmp_path, processes):
 
 def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
     processes(2)
-    monkeypatch.setattr("trl_packfa.trainers.common.parallelism.installed_version", lambda package: "5.16.0")
+    monkeypatch.setattr("trl_packfa.trainers.common.requirements.runs.installed_version", lambda package: "5.16.0")
     with pytest.raises(VersionTooOld, match=r"sequence_parallel=2 needs transformers >= 5.23.0, found 5.16.0"):
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
 
 
-@pytest.mark.parametrize("options", [{"sequence_parallel": 0}, {"sequence_parallel": 2, "packing": False}])
-def test_only_packed_rows_are_shared(tmp_path, options):
-    with pytest.raises(InvalidConfig, match="only packed rows can be shared"):
+@pytest.mark.parametrize(("options", "said"), [
+    ({"sequence_parallel": 0}, "sequence_parallel=0: it must be 1 or more"),
+    ({"sequence_parallel": 2, "packing": False}, "only packed rows can be shared"),
+])  # fmt: skip
+def test_only_packed_rows_are_shared(tmp_path, options, said):
+    with pytest.raises(InvalidConfig, match=said):
         arguments(out=tmp_path, **options)
 
 
@@ -99,20 +105,27 @@ def test_padded_rows_are_refused(tmp_path):
         padding_free(trainer)
 
 
+def require_shareable(model, size):
+    """Hold a patched model against the table, in a trainer without anything of its own."""
+    trainer = SimpleNamespace(neftune_noise_alpha=None, replaced=lambda name: "", is_proven_wrapped=False,
+                              train_dataset=None)  # fmt: skip
+    require(PATCHED, Training(SimpleNamespace(sequence_parallel=size), "a trainer", model=model, trainer=trainer))
+
+
 def test_heads_that_processes_cannot_divide_are_refused():
     """Four heads."""
     model = trl_packfa.patch(tiny.model(layers=2))
     with pytest.raises(InvalidConfig, match=r"sequence_parallel=3 does not divide the model's 4 (.|\n)*\[1, 2, 4\]"):
-        require_shareable(model, SimpleNamespace(sequence_parallel=3))
+        require_shareable(model, 3)
     for size in (1, 2, 4):
-        require_shareable(model, SimpleNamespace(sequence_parallel=size))
+        require_shareable(model, size)
 
 
 def test_mixers_are_refused():
     model = trl_packfa.patch(small_model("mamba", num_hidden_layers=1))
-    said = r"cannot run rows that 2 processes share(.|\n)*MambaMixer(.|\n)*fsdp=True"
+    said = r"does not support sequence_parallel=2(.|\n)*MambaMixer(.|\n)*fsdp=True"
     with pytest.raises(UnsupportedModel, match=said):
-        require_shareable(model, SimpleNamespace(sequence_parallel=2))
+        require_shareable(model, 2)
 
 
 def test_rows_shorter_than_their_processes_are_refused():

@@ -1,5 +1,7 @@
 """Runs in every pair of weights' dtype and mixed precision: right, or one sentence at construction."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -8,7 +10,9 @@ from tolerance import differs
 from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.trainers.common.validation import refuse_precision
+from trl_packfa.trainers.common.requirements import require
+from trl_packfa.trainers.common.requirements.built import PRECISION
+from trl_packfa.trainers.common.requirements.training import Training
 
 FULL = {"use_peft": False, "learning_rate": 1e-4}
 
@@ -68,13 +72,19 @@ def test_trained_float16_weights_are_refused_where_adam_cannot_hold_them(tmp_pat
 def test_a_scaled_loss_needs_float32_gradients(tmp_path):
     """torch: "Attempting to unscale FP16 gradients.", in the first step on an accelerator."""
     args, full, adapted = arguments(out=tmp_path, fp16=True), tiny.model(layers=1).half(), tiny.model(layers=1).half()
+
+    def held(model, *, scales, own_optimizer):
+        accelerator = SimpleNamespace(scaler=object() if scales else None)
+        trainer = SimpleNamespace(accelerator=accelerator, optimizer=object() if own_optimizer else None)
+        require(PRECISION, Training(args, "a trainer", model=model, trainer=trainer))
+
     with pytest.raises(InvalidConfig, match=r"fp16=True scales the loss, and torch removes the scale from float32"):
-        refuse_precision(full, args, scales_losses=True, own_optimizer=True)
-    refuse_precision(full, args, scales_losses=False, own_optimizer=True)
+        held(full, scales=True, own_optimizer=True)
+    held(full, scales=False, own_optimizer=True)
     for parameter in adapted.parameters():
         parameter.requires_grad_(False)
     adapted.lm_head.weight = torch.nn.Parameter(adapted.lm_head.weight.float())
-    refuse_precision(adapted, args, scales_losses=True, own_optimizer=False)
+    held(adapted, scales=True, own_optimizer=False)
 
 
 def test_fp16_on_a_cpu_says_that_it_does_nothing(tmp_path, caplog):

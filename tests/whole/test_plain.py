@@ -1,6 +1,7 @@
 """TRL's own config asks for no packing: what cannot be packed then trains as TRL trains it, bit for bit."""
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import tiny
@@ -107,47 +108,38 @@ def test_padding_free_with_a_length_that_trl_does_not_enforce_is_refused_as_by_t
     assert trainer.args.strategy.recuts_steps
 
 
-def test_a_late_refusal_keeps_what_a_subclass_and_a_loss_module_hold(tmp_path, monkeypatch, caplog):
-    class Loss(torch.nn.Module):
-        def forward(self, outputs, labels, num_items_in_batch=None):
-            return outputs.logits.float().sum() * 0.0
+@contextmanager
+def refusing(model, **_):
+    raise ContaminationError("this model is refused.", why=["it was tried"])
+    yield
 
-    class Own(PackedSFTTrainer):
-        def __init__(self, *args, **options):
-            self.weight = 2.0
-            super().__init__(*args, **options)
 
+@pytest.mark.parametrize("adapter", [None, lora_config], ids=["full", "lora"])
+def test_model_whose_patch_is_refused_trains_padded_and_trls_trainer_is_built_once(
+    tmp_path, monkeypatch, caplog, adapter
+):
+    built, build = [], SFTTrainer.__init__
+    monkeypatch.setattr(SFTTrainer, "__init__", lambda self, *a, **k: built.append(self) or build(self, *a, **k))
+    monkeypatch.setattr(trl_packfa.trainers.padding_free.padding_free, "patched", refusing)
+    options = {} if adapter is None else {"peft_config": adapter()}
+    theirs, ours = (trained(cls, tmp_path, dict, **options)[0] for cls in (SFTTrainer, PackedSFTTrainer))
+    assert built == [theirs, ours]
+    assert "this model is refused (it was tried). Training as SFTTrainer would" in caplog.text
+    left, right = (
+        {n: p for n, p in trainer.model.named_parameters() if p.requires_grad} for trainer in (theirs, ours)
+    )
+    assert left.keys() == right.keys() and all(torch.equal(p, right[name]) for name, p in left.items())
+    assert losses(theirs) == losses(ours)
+
+
+def test_patch_that_fails_on_the_built_model_is_the_error_with_every_config(tmp_path, monkeypatch):
     def refuse(model, **_):
         raise UnsupportedModel("this model is refused.")
 
     monkeypatch.setattr(trl_packfa.trainers.sft.trainer, "patch", refuse)
-    trainer, _ = trained(Own, tmp_path, lambda: {"compute_loss_func": Loss()})
-    assert trainer.weight == 2.0 and "this model is refused. Training as SFTTrainer would" in caplog.text
-
-
-@pytest.mark.parametrize("error", [UnsupportedModel, ContaminationError])
-@pytest.mark.parametrize("adapter", [None, lora_config], ids=["full", "lora"])
-def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkeypatch, caplog, adapter, error):
-    pack = PackedSFTTrainer._pack
-
-    def refuse(model, **_):
-        raise error("this model is refused.", why=["once it is built"])
-
-    def marked(trainer, collator):
-        trainer.of_the_refused_construction = True
-        pack(trainer, collator)
-
-    monkeypatch.setattr(trl_packfa.trainers.sft.trainer, "patch", refuse)
-    monkeypatch.setattr(PackedSFTTrainer, "_pack", marked)
-    options = {} if adapter is None else {"peft_config": adapter()}
-    results = [trained(cls, tmp_path, dict, **options)[0] for cls in (SFTTrainer, PackedSFTTrainer)]
-    assert "this model is refused (once it is built). Training as SFTTrainer would" in caplog.text
-    theirs, ours = ({n: p for n, p in trainer.model.named_parameters() if p.requires_grad} for trainer in results)
-    assert theirs.keys() == ours.keys() and all(torch.equal(p, ours[name]) for name, p in theirs.items())
-    assert losses(results[0]) == losses(results[1])
-    assert not hasattr(results[1], "of_the_refused_construction")
-    with pytest.raises(error):
-        trained(PackedSFTTrainer, tmp_path, dict, config=PackedSFTConfig)
+    for config in (SFTConfig, PackedSFTConfig):
+        with pytest.raises(UnsupportedModel, match=r"this model is refused\."):
+            trained(PackedSFTTrainer, tmp_path, dict, config=config)
 
 
 @pytest.mark.parametrize("config", [SFTConfig, TrainingArguments])

@@ -22,7 +22,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import STEP
-from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
+from ..trainers.common.model_loading import config_of, init_kwargs, quantization_of
 from ..trainers.padding_free.padding_free import padding_free
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer
@@ -179,7 +179,7 @@ def build_preference_trainer(
         model,
         args=(wanted.packed._config if packs else wanted.config)(**{**given, **overrides, **options}),
         **data,
-        quantization_config=quantization_of(model_type(model, args), args),
+        quantization_config=quantization_of(config_of(model, args).model_type, args),
         peft_config=adapter,
     )
     if packs or not side.kind.ours:

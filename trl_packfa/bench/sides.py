@@ -20,7 +20,7 @@ from ..patching.apply import find_state
 from ..runtime.autocast import HALF
 from ..trainers.common.dataset import read_lengths
 from ..trainers.common.flops import compute_dtype
-from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
+from ..trainers.common.model_loading import config_of, init_kwargs, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 
@@ -178,7 +178,7 @@ def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str,
     return SFTTrainer(
         model,
         SFTConfig(**{**kept, **given, **options, "model_init_kwargs": upstream_kwargs(side, model, args)}),
-        quantization_config=quantization_of(model_type(model, args), args),
+        quantization_config=quantization_of(config_of(model, args).model_type, args),
         peft_config=get_peft_config(args),
         **data,
     )

@@ -96,7 +96,7 @@ class PatchState:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"
         if refusal is not None:
             raise UnsupportedModel(
-                f"{type(model).__name__} cannot run rows that {size} processes share.",
+                f"{type(model).__name__} does not support sequence_parallel={size}.",
                 why=[f"{refusal}, and each process holds only a part of the row's tokens"],
                 do="Train this model with sequence_parallel=1, and shard its weights if they are too large "
                 "(fsdp=True).",

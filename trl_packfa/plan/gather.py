@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
 from ..trainers.common.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
 from ..trainers.common.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
-from ..trainers.common.preflight import load_tokenizer, require_tokenizer
+from ..trainers.common.preflight import load_tokenizer
+from ..trainers.common.requirements import require
+from ..trainers.common.requirements.data import DATA, FORMATS, IMAGES, TEXTS
+from ..trainers.common.requirements.training import Training
 from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.raw_dataset import require_usable, require_whole
+from ..trainers.sft.raw_dataset import require_whole
 from ..trainers.sft.tokenizing import Tokenized, tokenized, tokenizing_trainer
 from ..trainers.sft.turns import CONVERSATION, join
 
@@ -77,7 +80,8 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             f"the dataset '{name}' is a stream: its lengths are not known before it is read.",
             do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
         )
-    require_usable(dataset, name="train", args=args, formatted=False)
+    run = Training(args, "PackedSFTTrainer", given={"train_dataset": dataset})
+    require((*DATA, *FORMATS, *(IMAGES if image_columns(dataset) else ())), run)
     require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
     if "seq_lengths" in dataset.column_names:
         raise InvalidDataset(
@@ -85,7 +89,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             do="Plan with the documents that the rows were packed from.",
         )
     loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
-    require_tokenizer(tokenizer, args, processing_class=loaded, datasets=[("train", dataset)])
+    require(TEXTS, replace(run, given={**run.given, "processing_class": loaded}))
     try:
         if image_columns(dataset):
             return _read_images(name, dataset, loaded, args)

@@ -17,9 +17,10 @@ from ..terminal.progress import a_line_per_thing
 from ..trainers.common.batching import FREE
 from ..trainers.common.model_loading import init_kwargs
 from ..trainers.common.parsing import ColumnChoice, parse
-from ..trainers.common.validation import refuse_model
+from ..trainers.common.requirements import require
+from ..trainers.common.requirements.runs import MODEL
+from ..trainers.common.requirements.training import Training
 from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.images import without_packing
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
 from ..trainers.sft.script import load_splits
 from .advise import advise
@@ -78,8 +79,6 @@ def plan(argv: list[str]) -> int:
 def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: Any = None) -> Plan:
     """Return the plan with all figures and the advice; refuse what `trl-packfa train` would refuse."""
     quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
-    if source.on_images:
-        without_packing(args, args.output_dir or "", "images")  # refuses what the trainer would
     outcomes = compare(source.tokens, args, ranks, quadratic, cut, on_images=source.on_images)
     memory, unchecked = {}, None
     if shape:
@@ -105,7 +104,7 @@ def read_shape(args: PackedSFTConfig) -> ModelShape | None:
             name, revision=init_kwargs(args).get("revision"), trust_remote_code=args.trust_remote_code
         )
         if args.packing:
-            refuse_model(config.model_type, args)
+            require(MODEL, Training(args, "PackedSFTTrainer", model=name))
         with torch.device("meta"):
             kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
             model = kind.from_config(config, trust_remote_code=args.trust_remote_code)

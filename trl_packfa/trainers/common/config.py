@@ -11,6 +11,8 @@ from trl import ModelConfig
 
 from ...attention import get_backend
 from ...errors import InvalidConfig
+from .requirements import Run, require
+from .requirements.arguments import ARGUMENTS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -122,7 +124,11 @@ class CommonConfig(_Base):
             self.activation_checkpointing = self.gradient_checkpointing
         self._trl_config().__post_init__(self)
         _settle_loading(self)
-        _require_trainable(self)
+        self._settle()
+        require(ARGUMENTS, Run(self, type(self).__name__))
+
+    def _settle(self) -> None:
+        """Settle the config's own fields."""
 
     @classmethod
     def _trl_config(cls) -> Any:
@@ -221,54 +227,3 @@ def _settle_loading(args: Any) -> None:
         args.dtype = "bfloat16" if quantized and args.bf16 else "float32"
     if args.attention_backend != "auto":
         get_backend(args.attention_backend)
-
-
-def require_recutting(args: CommonConfig) -> None:
-    """Refuse arguments that contradict how `packing_strategy` cuts steps."""
-    budget = args.max_tokens_per_microbatch
-    if budget is not None and not args.strategy.recuts_steps:
-        raise InvalidConfig(
-            f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{args.packing_strategy}'.",
-            do="Use packing_strategy='step', or drop it.",
-        )
-    if args.strategy.recuts_steps and args.train_sampling_strategy == "batch_rebalance":
-        raise InvalidConfig(
-            f"train_sampling_strategy='batch_rebalance' with packing_strategy='{args.packing_strategy}'.",
-            why=["both decide how a step is cut into micro-batches"],
-            do="Use packing_strategy='minibatch'.",
-        )
-
-
-# Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.
-_LEAST = {
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "dataloader_num_workers": 0,
-    "lora_r": 1,
-}
-
-
-def _require_trainable(args: Any) -> None:
-    """Refuse numbers that are too small, and contradictions between adapters and quantization."""
-    for name, least in _LEAST.items():
-        if getattr(args, name) < least:
-            raise InvalidConfig(f"{name}={getattr(args, name)}: it must be {least} or more.", do="Raise it.")
-    if not args.use_peft and (args.load_in_4bit or args.load_in_8bit):
-        raise InvalidConfig(
-            "use_peft=False with a quantized model: quantized weights cannot be trained.",
-            do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
-        )
-    if args.use_peft:
-        refuse_adapted_head(
-            args.lora_target_modules,
-            "lora_target_modules names 'lm_head'.",
-            do="Remove 'lm_head'. To train it in full, name it in lora_modules_to_save.",
-        )
-
-
-def refuse_adapted_head(targets: Any, what: str, *, do: str) -> None:
-    """Refuse an adapter on the LM head. `targets` are the names of the adapted modules."""
-    if "lm_head" in ([targets] if isinstance(targets, str) else targets or ()):
-        why = ["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"]
-        raise InvalidConfig(what, why=why, do=do)

@@ -134,6 +134,16 @@ def without_our_columns(dataset: AnyDataset) -> AnyDataset:
     return dataset.remove_columns(found) if found else dataset
 
 
+def without_format(dataset: Any) -> Any:
+    """Return a dataset without its format and the columns that it hides: its examples are plain Python lists."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.with_format(None)
+    if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
+        return dataset
+    shown = dataset.column_names if dataset.format["output_all_columns"] else dataset.format["columns"]
+    return dataset.with_format(None).select_columns(list(shown))
+
+
 def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
     """Split rows that were packed before (`seq_lengths`) into their documents; other columns are repeated for each."""
     columns = dataset.column_names or list(next(iter(dataset), {}))

@@ -6,13 +6,13 @@ where it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 
 from ...errors import InvalidDataset
@@ -195,6 +195,6 @@ def _count_images(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray
     return np.concatenate(missing), np.concatenate(counts)
 
 
-def image_columns(dataset: Dataset | IterableDataset) -> list[str]:
+def image_columns(dataset: Iterable[Any]) -> list[str]:
     """List the columns with images in a dataset's first example, under TRL's names."""
     return sorted(set(COLUMNS) & set(next(iter(dataset), {})))

@@ -14,7 +14,7 @@ from datasets import DatasetDict, IterableDatasetDict
 from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
 from ...adapters import refuse_quantization
@@ -52,12 +52,11 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
 
 
-def model_type(name: str, args: CommonConfig) -> str:
-    """Read the `config.model_type` of a model by name, without its weights."""
+def config_of(name: str, args: CommonConfig) -> PretrainedConfig:
+    """Read the config of a model by name, without its weights."""
     revision, trusts = init_kwargs(args)["revision"], args.trust_remote_code
     with telling_of_model(name):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusts)
-    return config.model_type
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trusts)
 
 
 def init_kwargs(args: CommonConfig) -> dict[str, Any]:
@@ -201,9 +200,11 @@ def load_as_asked(
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
     """
+    if args.packing and args.fp16 and args.device.type == "cpu":
+        logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
     quantization, adapter = given.get("quantization_config"), given.get("peft_config")
     loading = args.model_init_kwargs
-    kind = model_type(model, args) if isinstance(model, str) else None
+    kind = config_of(model, args).model_type if isinstance(model, str) else None
     if kind is not None:
         loading, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
         _tell_idle_gpus(args)

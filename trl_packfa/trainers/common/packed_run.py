@@ -1,12 +1,12 @@
 """`PackedRun`: what the packed trainers do alike around TRL's trainer.
 
-It builds the trainer, or the padded one in its place, loads and cuts the examples of steps that are re-cut, resumes,
+It loads and cuts the examples of steps that are re-cut, resumes,
 and writes whole checkpoints, reports and model cards. On images, errors name the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from operator import itemgetter
@@ -18,17 +18,12 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from filelock import FileLock, Timeout
-from peft import PeftModel
-from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers import PreTrainedModel
 
-from ...api import unpatch
-from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel, figure
+from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
-from ...patching.apply import find_state, restore_patch
 from ...runtime.override import set_inside
 from .card import add_section, name_base, packing_section
 from .checkpoint_files import (
@@ -98,52 +93,14 @@ class PackedRun(Base):
     _identity: Any
     _cutter: Any = None
 
-    def _pack_or_pad(
-        self,
-        model: Any,
-        refusal: PackingError | None,
-        *,
-        is_asked: bool,
-        pack: Callable[[], None],
-        pad: Callable[[Any], None],
-    ) -> None:
-        """Build the packed trainer; if that is refused and the user did not ask for packing, build the padded one.
-
-        `pack` and `pad` run TRL's `__init__`; `pad` gets the model as the caller gave it. `refusal` is an error from
-        before construction. Some models are refused only once they are built with the default adapter. Then TRL builds
-        the padded trainer from an empty object and the unchanged model: without this adapter it makes another
-        reference model and puts other hooks on the embeddings.
-        """
-        trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
-        before = find_state(model) if isinstance(model, nn.Module) else None
-        if refusal is None:
-            given = dict(vars(self))  # what a subclass has set before
-            try:
-                return pack()
-            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
-                refusal = late
-                for name, held in vars(self).items():
-                    parts = held.modules() if name not in given and isinstance(held, nn.Module) else ()
-                    if any(isinstance(part, PreTrainedModel) for part in parts):
-                        unpatch(held)
-                built = vars(self).get("model")
-                if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
-                    built.unload()
-                if isinstance(model, nn.Module):
-                    restore_patch(model, before)
-                for parameter, trains in trained:
-                    parameter.requires_grad_(trains)
-                vars(self).clear()
-                vars(self).update(given)
-                if is_asked:
-                    raise
+    def _tell_padded(self, refusal: PackingError) -> None:
+        """Say why a run that did not ask for packing is padded."""
         why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
         padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
         logger.warning(
             "trl-packfa: %s%s. Training as %s would: padded, without a default adapter.",
             refusal.what.removesuffix("."), why, padded,
         )  # fmt: skip
-        pad(model)
 
     def replaced(self, *names: str) -> str:
         """Describe the first of these methods that a subclass or a late change has replaced; `""` if none was."""

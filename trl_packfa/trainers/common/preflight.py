@@ -1,6 +1,6 @@
-"""Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub.
+"""Tokenizers and their chat templates, before anything is tokenized.
 
-Chat templates are tried, too: TRL passes tools and tool calls to the template and does not check whether they appear
+Templates are tried: TRL passes tools and tool calls to the template and does not check whether they appear
 in the text. A template that ignores tool calls renders an assistant's call as an empty turn.
 """
 
@@ -8,75 +8,22 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from huggingface_hub import HfApi
 from transformers import AutoProcessor
-from transformers.integrations import integration_utils
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import is_flash_attn_2_available
 from trl import is_conversational, maybe_convert_to_chatml
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ...errors import InvalidConfig, InvalidDataset, MissingPackage, PackingError, figure
+from ...errors import InvalidConfig, InvalidDataset, PackingError, figure
 from .config import CommonConfig
 from .dataset import AnyDataset
 from .hub import missing_path
-from .model_loading import named
-
-# Names of integrations in transformers' `is_NAME_available` functions, where they differ from `report_to`'s.
-_LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
-
-
-def require_output_dir(folder: str | Path | None) -> None:
-    """Make the folder that a run writes into, and require that it is writable."""
-    try:
-        Path(folder or ".").mkdir(parents=True, exist_ok=True)
-        # Test by writing, because permissions say little on network file systems, and nothing to root.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        is_file = next((part for part in (Path(folder or "."), *Path(folder or ".").parents) if part.is_file()), None)
-        raise InvalidConfig(
-            f"output_dir {folder} cannot be written to: {error.strerror or error}.",
-            why=[f"{is_file} is a file"] if is_file else [],
-            do="Name another folder that you can create and write to.",
-        ) from error
-
-
-def from_zero_message(folder: str | Path | None) -> str:
-    """Say that a run starts from zero though its folder has checkpoints; return `""` if it has none."""
-    found = get_last_checkpoint(str(folder)) if Path(folder or ".").is_dir() else None
-    if found is None:
-        return ""
-    return (
-        f"{folder} has checkpoints of an earlier run, the last is {Path(found).name}. This run starts from zero and "
-        "overwrites them. To continue the earlier run, pass --resume_from_checkpoint last."
-    )
-
-
-def require_reporters(args: CommonConfig) -> None:
-    """Require the packages that `report_to` names."""
-    known = integration_utils.INTEGRATION_TO_CALLBACK
-    for name in args.report_to or []:
-        if name not in known:
-            raise InvalidConfig(
-                f"report_to='{name}' does not exist.", do=f"Choose from {', '.join(known)}, or pass report_to='none'."
-            )
-        look = getattr(integration_utils, f"is_{_LOOKED_FOR_AS.get(name, name)}_available", None)
-        if look is not None and not look():
-            raise MissingPackage(
-                f"report_to='{name}': its package is not installed, or not set up.",
-                do=f"pip install {name.replace('_', '-')}, or pass report_to='none'.",
-            )
 
 
 def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any:
@@ -94,104 +41,35 @@ def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any
         ) from error
 
 
-def require_tokenizer(
-    model: Any, args: Any, *, processing_class: Any, datasets: Iterable[tuple[str, Any]], makes_text: bool = True
-) -> None:
-    """Load the tokenizer of a model given by name, and require the chat template that the datasets need."""
-    if processing_class is None:
-        if not isinstance(model, str):
-            return  # TRL finds the tokenizer's name in the model
-        processing_class = load_tokenizer(model, args)
-    tokenizer = _with_template(processing_class, args)
-    if getattr(args, "assistant_only_loss", False):
-        require_markable(tokenizer)
-    if getattr(tokenizer, "chat_template", None) is not None or not makes_text:
-        return
-    for name, dataset in datasets:
-        if holds_conversations(dataset):
-            raise InvalidConfig(
-                f"the {name} dataset holds conversations, but the tokenizer has no chat template.",
-                why=["a chat template turns messages into text; base models often have none"],
-                do="Pass chat_template_path: a .jinja file, or the name or folder of a model that has one."
-                if hasattr(args, "chat_template_path")
-                else "Set tokenizer.chat_template and pass the tokenizer as processing_class, or save it so.",
-            )
-
-
-def require_run(given: dict[str, Any], args: Any, *, makes_text: bool = True) -> None:
-    """Require reporters, attention package and tokenizer of a run. `makes_text`: chat templates make the text."""
-    require_reporters(args)
-    require_attention(args)
-    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
-    tokenizer = given.get("processing_class")
-    require_tokenizer(given["model"], args, processing_class=tokenizer, datasets=datasets, makes_text=makes_text)
-
-
-def require_attention(args: Any) -> None:
-    """Require the package of the attention that `attn_implementation` names."""
-    asked = getattr(args, "attn_implementation", None)
-    if asked != "flash_attention_2" or is_flash_attn_2_available():
-        return
-    raise MissingPackage(
-        "attn_implementation='flash_attention_2' cannot run here.",
-        why=["flash-attn is not installed" if find_spec("flash_attn") is None else "flash-attn finds no GPU"],
-        do="Drop it, because attention_backend chooses the packed attention. Or pip install 'trl-packfa[flash]'.",
-    )
-
-
-def require_hub(args: Any) -> None:
-    """Require a login at the Hub if `push_to_hub` is on."""
-    if not args.push_to_hub:
-        return
-    try:
-        HfApi().whoami(token=args.hub_token)
-    except Exception as error:  # any network error means that nothing could be pushed
-        raise InvalidConfig(
-            "push_to_hub=True, but nothing can be pushed to the Hub from here.",
-            why=[str(error).split("\n", 1)[0]],
-            do="Log in with `hf auth login`, or drop push_to_hub: `hf upload REPO FOLDER` pushes after training.",
-        ) from error
-
-
-def require_markable(tokenizer: Any) -> None:
-    """Require a chat template that marks the assistant's tokens, or that TRL can mark."""
+def unmarkable(tokenizer: Any) -> list[str]:
+    """Return why nothing marks the assistant's tokens: no template, or one that TRL cannot mark; `[]` if it can."""
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
         if has_generation_markers(template):
-            return
+            return []
         try:
             get_training_chat_template(tokenizer)
-            return
+            return []
         except ValueError:
             pass
-    folder = resources.files("trl") / "chat_templates"
-    suffix = "_training.jinja"
-    marked = sorted(file.name.removesuffix(suffix) for file in folder.iterdir() if file.name.endswith(suffix))
-    raise InvalidConfig(
-        "assistant_only_loss=True: nothing marks the assistant's tokens.",
-        why=[
-            "the tokenizer has no chat template"
-            if template is None
-            else "its chat template has no {% generation %} markers, and TRL cannot add them",
-            f"TRL can mark the unchanged templates of {', '.join(marked)}",
-        ],
-        do="Leave assistant_only_loss off, put {% generation %} and {% endgeneration %} around the assistant's text, "
-        "or name a template that has them with chat_template_path.",
-    )
+    files, suffix = (resources.files("trl") / "chat_templates").iterdir(), "_training.jinja"
+    marked = sorted(file.name.removesuffix(suffix) for file in files if file.name.endswith(suffix))
+    why = "its chat template has no {{% generation %}} markers, and TRL cannot add them"
+    return [
+        "the tokenizer has no chat template" if template is None else why,
+        f"TRL can mark the unchanged templates of {', '.join(marked)}",
+    ]
 
 
-def _with_template(tokenizer: Any, args: Any) -> Any:
+def with_template(tokenizer: Any, args: Any) -> Any:
     """Return the tokenizer with the chat template that `chat_template_path` names, as TRL reads it."""
     named = getattr(args, "chat_template_path", None)
     if named is None:
         return tokenizer
-    path = Path(named)
-    if path.suffix in (".jinja", ".j2") and not path.is_file():
-        raise InvalidConfig(f"chat_template_path={named}: there is no such file.", do="Check the path.")
-    if not path.is_file():
+    if not Path(named).is_file():
         return load_tokenizer(named, args)
     tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    tokenizer.chat_template = Path(named).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -300,11 +178,14 @@ def rendered(
     return {}
 
 
-def holds_conversations(dataset: Dataset | IterableDataset) -> bool:
+def holds_conversations(dataset: AnyDataset) -> bool:
     """Tell whether a dataset's first example has messages, which need a chat template."""
-    if not isinstance(dataset, Dataset | IterableDataset):
-        return False
-    example = as_chatml(next(iter(dataset), {}))
+    return holds_conversation(next(iter(dataset), {}))
+
+
+def holds_conversation(example: Any) -> bool:
+    """Tell whether an example has messages."""
+    example = as_chatml(example)
     if "input_ids" in example or [] in example.values():  # TRL would fail on an empty list of messages
         return False
     return is_conversational(example)

@@ -167,7 +167,7 @@ class StreamCutter(TokenBudget):
 
     def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
         self.args, self.accelerator = trainer.args, trainer.accelerator
-        longest = longest_of_stream(self.args)
+        longest: int = self.args.max_length or self.args.max_tokens_per_microbatch  # one is required of a stream
         which = f"a document of a stream, which may have {longest} tokens"
         lengths = np.full(self.args.per_device_train_batch_size, longest)
         super().__init__(trainer, cut=cut, why=why, lengths=lengths, longest=longest, which=which)
@@ -283,15 +283,3 @@ def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which:
             do=f"Raise it to {largest} or more, or lower per_device_train_batch_size and raise "
             "gradient_accumulation_steps. For experts, router_aux_loss_coef=0.0 switches the auxiliary loss off.",
         )
-
-
-def longest_of_stream(args: CommonConfig) -> int:
-    """Return the largest number of tokens that a document of a stream may have."""
-    longest = args.max_length or args.max_tokens_per_microbatch
-    if longest is None:
-        raise InvalidConfig(
-            "packing_strategy='step' on a stream needs a token budget: max_length is None.",
-            why=["the longest document of a stream is not known before training"],
-            do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
-        )
-    return longest

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
-from ...errors import InvalidConfig, InvalidDataset
+from ...errors import InvalidConfig
 from ...runtime.override import set_inside
 from ..common.config import CommonConfig
-from ..common.model_loading import load_as_asked, named, telling_of_targets
-from ..common.preflight import require_run
-from ..common.validation import refuse_before_loading, refuse_liger, require_columns
+from ..common.model_loading import load_as_asked, telling_of_targets
+from ..common.requirements import Run, require
+from ..common.requirements.arguments import WITHOUT_PADS
+from ..common.requirements.data import DATA, NO_STREAMS, TEXTS
+from ..common.requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..common.requirements.training import Training
 from .padding_free import padding_free
 
 
@@ -28,7 +30,7 @@ class OnlineConfig(CommonConfig):
     """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
 
     def __post_init__(self) -> None:
-        refuse_liger(self, type(self).__name__)
+        require(WITHOUT_PADS, Run(self, type(self).__name__))
         super().__post_init__()
 
 
@@ -43,15 +45,8 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
 
 
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
-    for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
-        if not isinstance(dataset, Dataset):
-            raise InvalidDataset(
-                f"the {name} dataset is a stream. TRL's {trainer.__name__} cannot train on streams.",
-                do="Drop dataset_streaming.",
-            )
-        require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
-    refuse_before_loading(trainer.__name__, {"model": model, **given}, args, takes_images=True)
-    require_run({"model": model, **given}, args)
+    run = Training(args, trainer.__name__, model=model, given=given, formats=(("prompt",),))
+    require((*NO_STREAMS, *TRAINABLE, *DATA, *PACKED, *PACKAGES, *TEXTS), run)
     given |= load_as_asked(model, args, given, asked=args)
     loading = set_inside(args, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
     with telling_of_targets(model, args), loading:

@@ -14,7 +14,7 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ...api import patch, unpatch
+from ...api import patch, patched, unpatch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...exactness import Comparison
 from ...exactness.first_padded_batch import compare_padded_batch
@@ -24,7 +24,10 @@ from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
 from ...terminal.telling import tell_end
 from ..common.collating import CountingCollator
-from ..common.validation import refuse_liger
+from ..common.requirements import Run, require
+from ..common.requirements.arguments import WITHOUT_PADS
+from ..common.requirements.built import NOISE
+from ..common.requirements.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +149,8 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
             try:
                 with trainer.accelerator.autocast():
                     patch(model, unpad=True, **options)
-                _require_images(trainer, model)
+                if _has_images(trainer):
+                    _require_images(model)
             except PackingError as error:
                 raise type(error)(
                     f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
@@ -168,22 +172,28 @@ def _require_trainer(trainer: Any) -> None:
             f"padding_free takes a trainer with a model, got {type(trainer).__name__}.",
             do="Call it on the trainer, once it is constructed: trl_packfa.padding_free(DPOTrainer(...)).",
         )
-    args, name = trainer.args, type(trainer).__name__
+    name = type(trainer).__name__
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
-    if (size := getattr(args, "sequence_parallel", 1)) > 1:
-        raise InvalidConfig(
-            f"{name} with sequence_parallel={size} cannot run without its pads.",
-            why=["it runs padded rows, encoders' too, and only packed rows can be shared by several processes"],
-            do="Drop sequence_parallel, or train packed rows with PackedSFTTrainer.",
-        )
-    refuse_liger(args, name)
+    require(WITHOUT_PADS, Run(trainer.args, name))
 
 
-def _require_images(trainer: Any, model: nn.Module) -> None:
-    """Refuse a model that cannot run the images of its trainer without padding."""
+def require_patchable(run: Training, *, unpad: bool) -> None:
+    """Refuse a model that was given as an object and cannot be patched for a run; it is left as it was.
+
+    A run that did not ask for packing is padded then. A model by name is known by its type alone, before it is loaded.
+    """
+    if isinstance(run.model, nn.Module):
+        with patched(run.model, unpad=unpad, **run.args.patch_options):
+            require((NOISE,), run)
+            if unpad and run.images[1]:
+                _require_images(run.model)
+
+
+def _require_images(model: nn.Module) -> None:
+    """Refuse a model that cannot run images without padding."""
     state = find_state(model)
-    if state is None or state.parts.takes_images or not _has_images(trainer):
+    if state is None or state.parts.takes_images:
         return
     raise UnsupportedModel(
         f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from trl import RewardConfig, RewardTrainer
 
-from ...errors import InvalidConfig
 from .trainer import PackedPreference, PreferenceConfig
 
 
@@ -28,15 +27,6 @@ class PackedRewardConfig(PreferenceConfig, RewardConfig):
             "choices": ["drop", "error"],
         },
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.load_in_4bit or self.load_in_8bit) and not self.bf16:
-            raise InvalidConfig(
-                "a quantized reward model without bf16=True.",
-                why=["TRL keeps the trained parts of a quantized model in bfloat16, and its head accepts no float32"],
-                do="Pass bf16=True, or drop load_in_4bit / load_in_8bit.",
-            )
 
 
 class PackedRewardTrainer(PackedPreference, RewardTrainer):

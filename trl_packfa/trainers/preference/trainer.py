@@ -6,34 +6,32 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from ...errors import InvalidConfig, PackingError
+from ...errors import PackingError
 from ...packing import MINIBATCH, STEP, Strategy
 from ...runtime.override import set_inside
 from ...versions import installed_version
-from ..common.config import CommonConfig, require_recutting
+from ..common.config import CommonConfig
 from ..common.dataset import tell_counts
 from ..common.image_examples import why_images_stay
-from ..common.model_loading import load_as_asked, named, output_dir, require_trained, telling_of_targets
+from ..common.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
 from ..common.parallelism import require_same_documents
-from ..common.preflight import named_conversations, naming_conversations, require_run
+from ..common.preflight import named_conversations, naming_conversations
+from ..common.requirements import Run, require
+from ..common.requirements.arguments import WITHOUT_PADS
+from ..common.requirements.built import PRECISION, runs_by_document
+from ..common.requirements.data import DATA, TEXTS
+from ..common.requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..common.requirements.training import Training
 from ..common.resuming import identity
 from ..common.step_cutting import keep_padded
-from ..common.validation import (
-    refuse_before_loading,
-    refuse_liger,
-    refuse_precision,
-    refuse_untrainable,
-    require_columns,
-    runs_by_document,
-)
-from ..padding_free.padding_free import attached_run, run_without_pads
+from ..padding_free.padding_free import attached_run, require_patchable, run_without_pads
 from .cutting import ImagePairCutter, PairPlan, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
@@ -58,29 +56,26 @@ class PackedPreference(RecutSteps):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
-        refuse_untrainable(given["model"], given.get("peft_config"))
         model, asked = given["model"], given.get("args")
         is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
-        for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
-            if isinstance(dataset, Dataset) and len(dataset):  # padded training needs these columns too
-                require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
+        options: Any = {"model": model, "given": given, "formats": self._columns, "takes_images": self._takes_images}
+        run = partial(Training, name=type(self).__name__, **options)
+        require((*TRAINABLE, *DATA), run(asked))
         settled = refusal = None
         try:
             settled = self._default_config(model) if asked is None else self._config.from_args(asked)
-            refuse_before_loading(type(self).__name__, given, settled, takes_images=self._takes_images)
+            require(PACKED, run(settled))
+            if not is_asked:
+                require_patchable(run(settled), unpad=True)
         except PackingError as error:
             if is_asked:
                 raise
-            refusal = error  # with a plain config, training is padded
-        else:
-            require_run(given, settled)
-        self._pack_or_pad(
-            model,
-            refusal,
-            is_asked=is_asked,
-            pack=lambda: self._construct(dict(given), settled),
-            pad=lambda model: self._construct_padded({**given, "model": model}),
-        )
+            refusal = error  # a plain config asks for no packing
+        if refusal is not None:
+            self._tell_padded(refusal)
+            return self._construct_padded(given)
+        require((*PACKAGES, *TEXTS), run(settled))
+        self._construct(given, settled)
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
@@ -91,8 +86,7 @@ class PackedPreference(RecutSteps):
         with telling_of_targets(given["model"], settled), loading:
             super().__init__(**given)
         require_trained(self.model, given)
-        scales_losses, own_optimizer = self.accelerator.scaler is not None, self.optimizer is not None
-        refuse_precision(self.model, settled, scales_losses=scales_losses, own_optimizer=own_optimizer)
+        require(PRECISION, Training(settled, type(self).__name__, model=self.model, trainer=self))
         own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
             self.name_rows(own_collator=own_collator)
@@ -236,32 +230,17 @@ class PreferenceConfig(CommonConfig):
     )
 
     def __post_init__(self) -> None:
-        args: Any = self
-        refuse_liger(args, type(self).__name__)
+        require(WITHOUT_PADS, Run(self, type(self).__name__))  # before TRL's config looks for liger-kernel
         super().__post_init__()
-        choices = {f.name: f.metadata.get("choices") for f in fields(self)}
-        for name in ("packing_strategy", "overflow"):
-            if getattr(self, name) not in choices[name]:
-                raise InvalidConfig(
-                    f"{name}='{getattr(self, name)}' is not supported by {type(self).__name__}.",
-                    why=["splitting an answer would invalidate its preference label"]
-                    if self.overflow == "split"
-                    else [],
-                    do=f"Choose one of {choices[name]}.",
-                )
-        if getattr(args, "truncation_mode", "keep_start") != "keep_start" and args.max_length is not None:
-            raise InvalidConfig(
-                f"truncation_mode='{args.truncation_mode}' with packing: answers are cut at their end only.",
-                why=["TRL has deprecated truncation_mode"],
-                do="Drop it, or cut the data yourself.",
-            )
+
+    def _settle(self) -> None:
+        args: Any = self
         if getattr(args, "padding_free", False):
             logger.warning(
                 "trl-packfa: padding_free=True trains without padding here; TRL %s's own trainer would warn and pad.",
                 installed_version("trl"),
             )
             args.padding_free = False  # otherwise TRL's trainer would warn that it ignores the field
-        require_recutting(self)
 
     @property
     def strategy(self) -> Strategy:

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from ...errors import InvalidConfig
-from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, WRAPPED, Strategy, require_policy
-from ..common.config import CommonConfig, require_recutting
+from ...packing import OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy
+from ..common.config import CommonConfig
 
 LOSS_WEIGHTINGS = ("token", "example")
 
@@ -111,130 +110,18 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         },
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_policy(self.overflow)
-        self._require_weighting()
-        self._settle_turns()
-        self._settle_packing()
-        if self.sequence_parallel < 1 or (self.sequence_parallel > 1 and not self.packing):
-            raise InvalidConfig(
-                f"sequence_parallel={self.sequence_parallel} with packing={self.packing}: only packed rows can be "
-                "shared, by at least one process.",
-                do="Drop sequence_parallel, or set packing=True.",
-            )
-
-    def _settle_packing(self) -> None:
-        """Require one valid strategy if packing is on, and none if it is off."""
-        if self.max_length is not None and self.max_length < 2:
-            raise InvalidConfig(
-                f"max_length={self.max_length}: a document needs two tokens to train on one.", do="Pass 2 or more."
-            )
+    def _settle(self) -> None:
+        self.share_prefixes = self.share_prefixes or self.expand_turns  # the turns of a conversation share its history
         if not self.packing:
-            if self.packing_strategy is not None:
-                raise InvalidConfig(
-                    f"packing=False, but packing_strategy='{self.packing_strategy}'.",
-                    do="Drop packing_strategy to train padded, or packing=False to pack.",
-                )
+            # The default of a config that `dataclasses.replace` has changed.
+            self.packing_strategy = None if self.packing_strategy == STEP.name else self.packing_strategy
             return
-        if self.packing_strategy is None:
-            self.packing_strategy = STEP.name
-        if self.packing_strategy not in STRATEGIES:
-            raise InvalidConfig(
-                f"packing_strategy='{self.packing_strategy}' does not exist.", do=f"Choose one of {list(STRATEGIES)}."
-            )
+        self.packing_strategy = self.packing_strategy or STEP.name
         # `bfd_split` is `bfd` with a policy in its name.
-        if self.strategy.overflow in OVERFLOW_POLICIES:
-            self.overflow = self.strategy.overflow
-        if self.truncation_mode != "keep_start" and self.max_length is not None:
-            raise InvalidConfig(
-                f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
-                why=["TRL has deprecated truncation_mode"],
-                do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
-            )
-        if self.strategy.wraps and self.overflow != "truncate":
-            raise InvalidConfig(
-                f"overflow='{self.overflow}' has no effect under packing_strategy='{self.packing_strategy}'.",
-                why=["this strategy cuts every document where a row is full"],
-                do=f"Drop overflow, or use packing_strategy='{BFD}'.",
-            )
-        if self.strategy.fills_rows:
-            self._require_rows()
-        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 2:
-            raise InvalidConfig(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: a document needs two tokens to train on "
-                "one.",
-                do="Pass max_length or more, or None.",
-            )
-        require_recutting(self)
+        chosen = STRATEGIES.get(self.packing_strategy, STEP).overflow
+        self.overflow = chosen if chosen in OVERFLOW_POLICIES else self.overflow
         # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
         self.padding_free = False
-
-    def _settle_turns(self) -> None:
-        """Switch shared prefixes on for expanded turns, and refuse what contradicts either."""
-        name = "expand_turns" if self.expand_turns else "share_prefixes"
-        if not self.expand_turns and not self.share_prefixes:
-            return
-        self.share_prefixes = True
-        if not self.packing:
-            raise InvalidConfig(
-                f"{name}=True with packing=False.",
-                why=["a prefix is computed once for the documents of a packed row"],
-                do=f"Drop packing=False, or {name}.",
-            )
-        if self.expand_turns and self.packing_strategy == WRAPPED.name:
-            raise InvalidConfig(
-                f"expand_turns=True with packing_strategy='{WRAPPED}'.",
-                why=["it cuts documents wherever a row is full, and a part of a turn has lost its history"],
-                do="Use packing_strategy='step', 'minibatch' or 'bfd'.",
-            )
-        if self.expand_turns and self.assistant_only_loss:
-            raise InvalidConfig(
-                "assistant_only_loss=True with expand_turns=True.",
-                why=["each example trains exactly its own assistant turn"],
-                do="Drop assistant_only_loss.",
-            )
-        if self.neftune_noise_alpha is not None:
-            raise InvalidConfig(
-                f"{name}=True with neftune_noise_alpha={self.neftune_noise_alpha}.",
-                why=["each document draws its own noise, so no prefix could be computed once"],
-                do="Drop one of them.",
-            )
-
-    def _require_rows(self) -> None:
-        """Require what rows of a fixed capacity need, and refuse arguments that contradict them."""
-        if self.max_length is None:
-            raise InvalidConfig(
-                f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
-                do="Set max_length, or packing_strategy='step' or 'minibatch', which need none.",
-            )
-        if self.dataloader_drop_last:
-            raise InvalidConfig(
-                f"dataloader_drop_last=True has nothing to drop under packing_strategy='{self.packing_strategy}'.",
-                why=["rows are dealt so that every rank takes part in every step, the last one too"],
-                do="Drop it.",
-            )
-        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
-            raise InvalidConfig(
-                f"train_sampling_strategy='{self.train_sampling_strategy}' has nothing to order under "
-                f"packing_strategy='{self.packing_strategy}'.",
-                why=["the packer decides which documents share a batch"],
-                do="Drop train_sampling_strategy.",
-            )
-
-    def _require_weighting(self) -> None:
-        """Refuse an unknown `loss_weighting`, and losses that `"example"` weighting does not support."""
-        if self.loss_weighting not in LOSS_WEIGHTINGS:
-            raise InvalidConfig(
-                f"loss_weighting='{self.loss_weighting}' does not exist.", do=f"Choose one of {list(LOSS_WEIGHTINGS)}."
-            )
-        by_example = self.loss_weighting == "example"
-        if by_example and (self.loss_type != "nll" or self.label_smoothing_factor):
-            what = f"loss_type='{self.loss_type}'" if self.loss_type != "nll" else "label_smoothing_factor"
-            raise InvalidConfig(
-                f"{what} with loss_weighting='example': an example's own mean loss is defined for 'nll' only.",
-                do="Use loss_weighting='token'.",
-            )
 
     @property
     def strategy(self) -> Strategy:

@@ -10,31 +10,31 @@ Shape letters: B rows, L row length, n tokens of a row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
-from transformers import TrainingArguments
 from trl import SFTTrainer
 
-from ...errors import InvalidConfig
 from ...exactness import Comparison, quiet
 from ...exactness.compare import relative_difference
 from ...exactness.comparison import NOISE_FACTOR, TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
-from ...packing import MINIBATCH, STEP
+from ...packing import STEP
 from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.collating import CountedBatch, counted
 from ..common.image_examples import OwnCutter, Processed, why_images_stay
-from ..common.image_rows import Example, image_columns
+from ..common.image_rows import Example
 from ..common.packed_run import HOOKS, PackedRun
 from ..common.parallelism import agree
+from ..common.requirements import require
+from ..common.requirements.data import IMAGES
+from ..common.requirements.training import Training
 from ..common.step_cutting import how_to_cut, keep_padded
 from ..common.steps import StepPart, batches_of_step
 from ..padding_free.padding_free import run_without_pads
@@ -46,70 +46,15 @@ logger = get_logger(__name__)
 ROW_WEIGHTS = "trl_packfa_row_weights"
 
 
-def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> str | None:
-    """Return the column with images of the first dataset that has one, `None` if none has."""
-    # TRL refuses other types in its own words, once the arguments are settled.
-    found = (image_columns(dataset) for _, dataset in datasets if isinstance(dataset, (Dataset, IterableDataset)))
-    return next((columns[0] for columns in found if columns), None)
-
-
-def without_packing(
-    args: TrainingArguments | None, output_dir: str, column: str
-) -> tuple[PackedSFTConfig, str] | None:
+def without_packing(run: Training) -> tuple[PackedSFTConfig, str]:
     """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
 
-    The result is `None` if the user asked for TRL's padded run. What rows of images do not have is refused.
+    What rows of images do not have is refused.
     """
-    if args is None:
-        return PackedSFTConfig(output_dir, packing=False), STEP.name
-    packed = args if isinstance(args, PackedSFTConfig) else None
-    if packed is not None and not packed.packing:
-        return None
-    if packed.strategy.fills_rows if packed is not None else getattr(args, "packing", False):
-        raise InvalidConfig(
-            f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
-            why=["a processor makes their tokens during collation, so the length of an example is not known before"],
-            do="Use packing_strategy='step', which re-cuts each step, or 'minibatch'.",
-        )
-    if packed is not None:
-        _refuse_without_effect(packed, column)
-    # Both decide how a step is cut. A plain config asks for no strategy.
-    keeps = getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
-    chosen = MINIBATCH.name if packed is None and keeps else None
-    # The user's own config stays as it is.
-    settled = copy.copy(PackedSFTConfig.from_args(args, packing_strategy=chosen))
-    name = settled.strategy.name
+    require(IMAGES, run)
+    settled = copy.copy(run.args)  # the user's own config stays as it is
     settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
-    settled.padding_free = False  # TRL's own, which it refuses with images; the model computes no pads anyway
-    return settled, name
-
-
-def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
-    """Refuse arguments about packed rows and documents, which exist only after collation."""
-    if args.sequence_parallel > 1:
-        raise InvalidConfig(
-            f"sequence_parallel={args.sequence_parallel}, but the dataset has images in its column '{column}'.",
-            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
-            do="Drop sequence_parallel, or the column to train on the text alone.",
-        )
-    if args.overflow != "truncate":
-        raise InvalidConfig(
-            f"overflow='{args.overflow}' has no effect on images (column '{column}').",
-            why=["their tokens exist only after collation, where TRL cuts them to max_length"],
-            do="Drop it. Set max_length=None, so that nothing is cut.",
-        )
-    if args.share_prefixes:
-        raise InvalidConfig(
-            f"{'expand_turns' if args.expand_turns else 'share_prefixes'}=True with images (column '{column}').",
-            why=["equal token ids may stand for different images, so documents are not known to begin alike"],
-            do="Drop it, or the column to train on the text alone.",
-        )
-    if args.loss_by is not None:
-        raise InvalidConfig(
-            f"loss_by='{args.loss_by}' has no effect on images (column '{column}').",
-            why=["TRL's collator of images drops other columns"],
-            do="Drop it.",
-        )
+    return settled, run.strategy.name
 
 
 class TrainsOnImages(PackedRun, SFTTrainer):

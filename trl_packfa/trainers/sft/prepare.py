@@ -15,11 +15,14 @@ from ...terminal.progress import a_line_per_thing, packing_table
 from ..common.dataset import TEXT_COLUMNS
 from ..common.image_rows import image_columns
 from ..common.parsing import ColumnChoice, parse
-from ..common.preflight import load_tokenizer, require_tokenizer
+from ..common.preflight import load_tokenizer
+from ..common.requirements import require
+from ..common.requirements.data import DATA, FORMATS, TEXTS
+from ..common.requirements.training import Training
 from .config import PackedSFTConfig
 from .dataloading import PackedData
 from .prepared import marked, save, settings_of
-from .raw_dataset import require_usable, require_whole
+from .raw_dataset import require_whole
 from .script import load_splits
 from .tokenizing import Tokenized, tokenized
 
@@ -60,9 +63,9 @@ def _prepared(
         raise InvalidDataset(
             "images are processed when they are loaded, and cannot be prepared.", do="Train on the dataset itself."
         )
-    require_usable(dataset, name=name, args=args, formatted=False)
+    given = {f"{name}_dataset": dataset, "processing_class": tokenizer}
+    require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", model=args.model_name_or_path, given=given))
     require_whole(dataset, name=name, columns=(*TEXT_COLUMNS, args.dataset_text_field))
-    require_tokenizer(args.model_name_or_path, args, processing_class=tokenizer, datasets=[(name, dataset)])
     found: list[Tokenized] = []
 
     def tokenize(uncut: PackedSFTConfig) -> Dataset:

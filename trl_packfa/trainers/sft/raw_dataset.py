@@ -1,4 +1,4 @@
-"""Checks of datasets: their format before TRL tokenizes them, their values, and the token ids that the model has.
+"""Checks of what datasets hold: their values before TRL tokenizes them, and the token ids that the model has.
 
 A dataset is read once, column by column, from Arrow. A stream is checked document by document as it is read. Columns
 of other formats, such as Alpaca's, can be made into TRL's.
@@ -8,7 +8,7 @@ Shape letters: S documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import Formatter
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,127 +16,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
-from trl import is_conversational
 
 from ...collator import ROW_LENGTHS
 from ...errors import InvalidConfig, InvalidDataset
-from ..common.dataset import TEXT_COLUMNS, AnyDataset, tables
+from ..common.dataset import TEXT_COLUMNS, AnyDataset, tables, without_format
 from ..common.model_loading import EvalDataset
-from ..common.validation import require_dataset
 from .config import PackedSFTConfig
 
 
-def prepares(args: PackedSFTConfig) -> bool:
-    """Tell whether TRL tokenizes and labels datasets; `skip_prepare_dataset` switches it off."""
-    kwargs: Any = args.dataset_kwargs or {}
-    return not kwargs.get("skip_prepare_dataset", False)
-
-
-def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
-    """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized."""
-    require_dataset(dataset, name=name)
-    example = next(iter(dataset), None)
-    if example is None:
-        raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
-    for column in TEXT_COLUMNS:
-        if isinstance(example.get(column), list) and not example[column]:
-            raise InvalidDataset(
-                f"the first example of the {name} dataset has no message in '{column}'.",
-                do="Filter such examples out.",
-            )
-    if args.assistant_only_loss and not is_conversational(example):
-        raise InvalidDataset(
-            f"assistant_only_loss=True, but the {name} dataset holds no conversations.",
-            why=[f"its columns are {sorted(example)}, and no message in them has a role"],
-            do="Leave assistant_only_loss off, or bring messages with 'role' and 'content'.",
-        )
-    if formatted or not (args.packing or prepares(args)):  # the user's function or data collator handles any format
-        return
-    text_field = args.dataset_text_field
-    expected: dict[str, tuple[type, ...]] = {
-        "input_ids": (list, tuple, np.ndarray),
-        "labels": (list, tuple, np.ndarray),
-        "messages": (list,),
-        "conversations": (list,),
-        "prompt": (str, list),
-        "completion": (str, list),
-        text_field: (str,),
-    }
-    known = [column for column in expected if column in example]
-    if not known or ("prompt" in example) != ("completion" in example):
-        raise InvalidDataset(
-            f"the {name} dataset has columns {sorted(example)}, which is no TRL format.",
-            why=[f"wanted: '{text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'"],
-            do=_advice(example),
-        )
-    for column in known:
-        if not isinstance(example[column], expected[column]):
-            raise InvalidDataset(
-                f"column '{column}' of the {name} dataset holds {type(example[column]).__name__}, "
-                f"expected {' or '.join(kind.__name__ for kind in expected[column])}.",
-                do="Convert the column before training.",
-            )
-
-
-def _advice(example: dict[str, Any]) -> str:
-    if {"chosen", "rejected"} <= example.keys():
-        return "To train on pairs, use --trainer dpo or reward: PackedDPOTrainer, PackedRewardTrainer."
-    made = columns_advice(suggested_columns(example))
-    return made or "Rename the columns, set dataset_text_field, or pass formatting_func."
-
-
 def usable(
-    train: AnyDataset | None, evaluation: EvalDataset | None, *, args: PackedSFTConfig, formatted: bool
-) -> tuple[Any, Any]:
-    """Check training and evaluation datasets before tokenizing; return them, with plain Python values if packed."""
+    train: AnyDataset | None, evaluation: EvalDataset | None, args: PackedSFTConfig, *, formatted: bool
+) -> dict[str, Any]:
+    """Return the trainer's datasets, as plain Python values and with their contents checked if they are packed."""
+    columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
 
-    def look(name: Any, dataset: Any) -> Any:
-        dataset = without_format(dataset) if args.packing else dataset
-        require_usable(dataset, name=name, args=args, formatted=formatted)
-        if not args.packing:
-            return dataset
-        columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
-        return require_whole(dataset, name=name, columns=columns)
+    def look(name: str, dataset: Any) -> Any:
+        if isinstance(dataset, dict):
+            return {key: look(key, one) for key, one in dataset.items()}
+        packs = args.packing and dataset is not None
+        return require_whole(without_format(dataset), name=name, columns=columns) if packs else dataset
 
-    if isinstance(evaluation, dict):
-        looked: Any = {name: look(name, dataset) for name, dataset in evaluation.items()}
-    else:
-        looked = None if evaluation is None else look("eval", evaluation)
-    return None if train is None else look("train", train), looked
-
-
-# Names in other formats for a prompt, for more text of the prompt, and for the answer. The first existing one is used.
-_PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
-_BESIDE_PROMPTS = ("input", "context")
-_ANSWERS = ("output", "answer", "response", "solution", "completion", "target")
-
-
-def suggested_columns(example: Mapping[str, Any]) -> dict[str, str]:
-    """Suggest templates that make 'prompt' and 'completion' from the columns of another format, such as Alpaca's.
-
-    The result is empty if the example has no prompt and answer in text.
-
-    Example: `{"instruction": "Add.", "input": "1 2", "output": "3"}` gives `{"prompt": "{instruction}\\n{input}\\n",
-    "completion": "{output}"}`.
-    """
-    texts = [column for column, value in example.items() if isinstance(value, str) or value is None]
-    prompt = next((column for column in _PROMPTS if column in texts), None)
-    answer = next((column for column in _ANSWERS if column in texts and column != prompt), None)
-    if prompt is None or answer is None:
-        return {}
-    beside = [column for column in _BESIDE_PROMPTS if column in texts and column != prompt]
-    parts = [prompt, *beside[:1]]
-    return {"prompt": "".join(f"{{{part}}}\n" for part in parts), "completion": f"{{{answer}}}"}
-
-
-def columns_advice(templates: Mapping[str, str]) -> str:
-    """Say how to make the columns, on the command line and in Python; return `""` without templates."""
-    if not templates:
-        return ""
-    shown = {name: template.replace("\n", "\\n") for name, template in templates.items()}
-    flags = " ".join(f"'{name}={template}'" for name, template in shown.items())
-    made = ", ".join(f'"{name}": "{template}".format(**row)' for name, template in shown.items())
-    return f"Pass --columns {flags} to `trl-packfa train`, or call\ndataset = dataset.map(lambda row: {{{made}}})"
+    return {"train_dataset": look("train", train), "eval_dataset": look("eval", evaluation)}
 
 
 def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
@@ -225,16 +125,6 @@ def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.nd
     if filled.any():
         result[filled] = reduce.reduceat(flat, (np.cumsum(sizes) - sizes)[filled])
     return result
-
-
-def without_format(dataset: Any) -> Any:
-    """Return a dataset without its format and the columns that it hides: its examples are plain Python lists."""
-    if isinstance(dataset, IterableDataset):
-        return dataset.with_format(None)
-    if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
-        return dataset
-    shown = dataset.column_names if dataset.format["output_all_columns"] else dataset.format["columns"]
-    return dataset.with_format(None).select_columns(list(shown))
 
 
 def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:

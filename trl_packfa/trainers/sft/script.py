@@ -21,14 +21,10 @@ from ..common.checkpoint_files import checkpoint_to_resume, finished_message, re
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
-from ..common.preflight import (
-    from_zero_message,
-    require_attention,
-    require_hub,
-    require_output_dir,
-    require_reporters,
-    require_tokenizer,
-)
+from ..common.requirements import require
+from ..common.requirements.data import TEXTS
+from ..common.requirements.runs import HUB, LAUNCH, PACKAGES
+from ..common.requirements.training import Training
 from .config import PackedSFTConfig
 from .raw_dataset import make_columns
 from .trainer import PackedSFTTrainer
@@ -114,23 +110,25 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
 
 def _ask_first(args: Any, kind: Kind) -> str | None:
     """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
-    model = _require_model(args)
-    require_output_dir(args.output_dir)
-    require_reporters(args)
-    require_attention(args)
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):  # it would save an untrained model
-        raise InvalidConfig(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
-            do="Raise num_train_epochs, or set max_steps.",
-        )
+    run = Training(args, kind.config.__name__, model=_require_model(args))
+    require((*LAUNCH, *PACKAGES), run)
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
-    if getattr(args, "assistant_only_loss", False):
-        require_tokenizer(model, args, processing_class=None, datasets=())
-    require_hub(args)
-    said = resuming_message(checkpoint) if checkpoint else from_zero_message(args.output_dir)
+    require((*TEXTS, *HUB), run)
+    said = resuming_message(checkpoint) if checkpoint else _from_zero_message(args.output_dir)
     if said and args.process_index == 0:
         print(said)
     return checkpoint
+
+
+def _from_zero_message(folder: str | Path | None) -> str:
+    """Say that a run starts from zero though its folder has checkpoints; return `""` if it has none."""
+    found = get_last_checkpoint(str(folder)) if Path(folder or ".").is_dir() else None
+    if found is None:
+        return ""
+    return (
+        f"{folder} has checkpoints of an earlier run, the last is {Path(found).name}. This run starts from zero and "
+        "overwrites them. To continue the earlier run, pass --resume_from_checkpoint last."
+    )
 
 
 def _how_to_go_on(args: Any) -> str:

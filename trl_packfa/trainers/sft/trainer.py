@@ -52,26 +52,22 @@ from ..common.model_loading import (
     AnyDataset,
     EvalDataset,
     load_as_asked,
-    output_dir,
     require_trained,
     telling_of_targets,
 )
 from ..common.origins import ORIGINS
-from ..common.parallelism import refuse_sharded_rows, refuse_short_rows, require_same_documents, share_rows
+from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
+from ..common.requirements import require
+from ..common.requirements.arguments import ARGUMENTS
+from ..common.requirements.built import PATCHED, PRECISION, SAMPLER
+from ..common.requirements.runs import MODEL, SETUP
+from ..common.requirements.training import Training
 from ..common.resuming import identity
 from ..common.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
 from ..common.steps import micro_batches_of, run_batch
-from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import (
-    asks_for_packing,
-    padded,
-    refuse_arguments,
-    refuse_once_patched,
-    refuse_own_sampler,
-    settle_arguments,
-)
+from .construction import settle_arguments
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
@@ -149,19 +145,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         given = locals().copy()  # the other arguments, by name
         del given["self"], given["model"], given["args"]
         settled, refusal, on_images = settle_arguments(model, args, given)
-        given["train_dataset"], given["eval_dataset"] = usable(
-            train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
-        )
-
-        def pack() -> None:
-            self._construct(model, settled, asked=args, **given)
-            if on_images is not None:
-                self.run_images_without_pads(on_images, own_collator=data_collator is not None)
-
-        def pad(model: Any) -> None:
-            self._construct(model, padded(args, output_dir(model)), asked=args, **given)
-
-        self._pack_or_pad(model, refusal, is_asked=asks_for_packing(args), pack=pack, pad=pad)
+        given |= usable(train_dataset, eval_dataset, settled, formatted=formatting_func is not None)
+        if refusal is not None:
+            self._tell_padded(refusal)
+        self._construct(model, settled, asked=args, **given)
+        if on_images is not None:
+            self.run_images_without_pads(on_images, own_collator=data_collator is not None)
 
     def _construct(
         self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
@@ -195,8 +184,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             collator=data_collator,
             counts_first_labels=not self._loss_shifts_labels,
         )
-        own_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        refuse_precision(model, args, scales_losses=self.accelerator.scaler is not None, own_optimizer=own_optimizer)
+        require(PRECISION, self._as_built)
         if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
             self._head.choose(model)
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
@@ -210,12 +198,18 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if self.aux_loss_enabled and not self.is_zero3_enabled:
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
-        refuse_once_patched(self)
+        require(PATCHED, self._as_built)
         cut = self._choose_cut()
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(RunCallback(self))
         logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
+
+    @property
+    def _as_built(self) -> Training:
+        """The run as it is now."""
+        given = {"compute_loss_func": self.compute_loss_func, "compute_metrics": self.compute_metrics}
+        return Training(self.args, type(self).__name__, model=self.model, given=given, trainer=self)
 
     def _patch(self, *, unpad: bool) -> None:
         """Patch the model. If the user's own code gets padded rows, it computes no pads, where it can do without."""
@@ -242,7 +236,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _choose_cut(self) -> str:
         """Choose how steps are cut by what makes the loss now; return it. A late change may have replaced it."""
         args, hook = self.args, self._why_kept()
-        refuse_sharded_rows(args, own_loss=self.replaced("compute_loss"))
         cut, why = how_to_cut(
             args,
             balances_experts=self.aux_loss_enabled,
@@ -330,7 +323,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader: the micro-batches of this rank, packed. Those of a stream are cut once read."""
         self._data.batch_size = self.follow_batch_size()
-        refuse_own_sampler(self.args, self.replaced("_get_train_sampler"))
+        require(SAMPLER, self._as_built)
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
@@ -538,9 +531,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
                 why=["the data, the collator and the check were made with the config before"],
                 do="Change fields of trainer.args, or build another trainer.",
             )
-        own_loss = self.compute_loss_func is not None
-        refuse_arguments(self.args, compute_metrics=self.compute_metrics, own_loss=own_loss)
-        refuse_once_patched(self)
+        require((*ARGUMENTS, *SETUP, *MODEL, *PATCHED), self._as_built)
         assert self._terms is not None, "set up with packing"
         self._terms.balances_experts = self.aux_loss_enabled
         self._pads_rows = self._wants_rows()

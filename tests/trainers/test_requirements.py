@@ -1,0 +1,94 @@
+"""The table of requirements: how a row becomes an error, what a run knows. Rows are tested where they refuse."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from training import arguments, packed_trainer, trained
+
+from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
+from trl_packfa.trainers.common.requirements import Found, Requirement, Run, require
+from trl_packfa.trainers.common.requirements.arguments import ARGUMENTS, WITHOUT_PADS
+from trl_packfa.trainers.common.requirements.built import PATCHED, PRECISION, SAMPLER
+from trl_packfa.trainers.common.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
+from trl_packfa.trainers.common.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.common.requirements.training import Training
+
+RUN = Run(SimpleNamespace(size=3), "a trainer")
+EVERY = (
+    *ARGUMENTS, *WITHOUT_PADS, *PATCHED, *PRECISION, *SAMPLER, *DATA, *FORMATS, *IMAGES, *NO_STREAMS, *PACKABLE_DATA,
+    *TEXTS, *HUB, *LAUNCH, *MODEL, *PACKAGES, *SETUP, *TRAINABLE,
+)  # fmt: skip
+
+
+def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
+    row = Requirement(lambda r: r.size > 2 and "size", "{r.name} has {found}={r.size}.", why="{found} is {{big}}",
+                      do="Lower {found}.", error=InvalidDataset)  # fmt: skip
+    with pytest.raises(InvalidDataset) as raised:
+        require((Requirement(lambda r: r.size > 3, "never"), row), RUN)
+    assert str(raised.value) == "a trainer has size=3.\n  - size is {big}\nLower size."
+    assert raised.value.why == ("size is {big}",)
+
+
+def test_reasons_that_a_predicate_finds_stand_for_those_of_its_row():
+    with pytest.raises(InvalidConfig) as raised:
+        require(
+            [Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")], RUN
+        )
+    assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another"
+
+
+def test_error_of_another_table_is_raised_as_it_is():
+    error = UnsupportedModel("its own words")
+    with pytest.raises(UnsupportedModel) as raised:
+        require([Requirement(lambda r: error, "never said")], RUN)
+    assert raised.value is error
+
+
+def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():
+    assert (RUN.size, RUN.missing) == (3, None) and copy.deepcopy(RUN).size == 3
+
+    class Broken(Training):
+        @property
+        def images(self):
+            raise AttributeError("a fault of the code")
+
+    with pytest.raises(AttributeError):
+        Broken(RUN.args, "a trainer").images  # noqa: B018
+
+
+def test_every_row_says_what_to_do_unless_the_error_is_of_another_table():
+    """Those of adapters, quantization, model types and shared rows have remedies of their own."""
+    assert [row.what for row in EVERY if not row.do] == [
+        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
+        "a model type that cannot be packed.",
+        "a model with an adapter or a quantization that cannot be packed.",
+        "an adapter that cannot be packed.",
+    ]
+
+
+def test_first_examples_are_read_once_and_in_plain_values():
+    reads = []
+
+    class Counted(Dataset):
+        def __iter__(self):
+            reads.append(1)
+            return super().__iter__()
+
+    data = Counted(Dataset.from_list([{"input_ids": [5, 6], "text": "5 6"}]).data)
+    run = Training(arguments(), "a trainer", given={"train_dataset": data})
+    require((*DATA, *FORMATS, *PACKABLE_DATA), run)
+    assert len(reads) == 1
+    formatted = Training(arguments(), "a trainer", given={"train_dataset": data.with_format("torch")})
+    assert formatted.examples == [("train", {"input_ids": [5, 6], "text": "5 6"})]
+
+
+def test_config_is_as_it_was_after_training_and_late_arguments_are_held_against_the_table(tmp_path):
+    args = arguments(out=tmp_path, max_steps=1, check_packing=False)
+    before = dict(vars(args))
+    trainer = trained(packed_trainer(args))
+    assert vars(args) == before
+    trainer.args.max_tokens_per_microbatch = 1
+    with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=1: it must be 2 or more"):
+        trainer.train()
