@@ -237,7 +237,7 @@ _NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.detach,
     _aten._unsafe_view, _aten.lift_fresh, _aten.is_same_size, _aten._local_scalar_dense, _aten.alias,
 }  # fmt: skip
-_WRITES_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_")
+_WRITES_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::bernoulli_")
 
 
 def _launches(func: Any, result: Any) -> bool:

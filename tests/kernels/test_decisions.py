@@ -72,6 +72,7 @@ CHANGES = {
     "scaling": lambda m: query(m).set_scale("default", 7.0),
     "dropout": lambda m: query(m).lora_dropout.update({"default": nn.Dropout(0.5)}),
     "dropout's share": lambda m: setattr(query(m).lora_dropout["default"], "p", 0.5),
+    "dropout's mode": lambda m: query(m).lora_dropout.eval(),
     "a hook": lambda m: query(m).register_forward_hook(lambda *_: None),
     "a hook on the base": lambda m: query(m).base_layer.register_forward_pre_hook(lambda *_: None),
     "a hook on a factor": lambda m: query(m).lora_A["default"].register_full_backward_hook(lambda *_: None),

@@ -123,7 +123,6 @@ def test_int8_weights_are_left_to_peft(tmp_path):
 
 
 @pytest.mark.parametrize(("lora", "reason"), [
-    ({"lora_dropout": 1e-9}, "lora_dropout=1e-09"),
     ({"use_dora": True}, "a variant of LoRA (DoraLinearVariant)"),
     ({"lora_bias": True}, "lora_bias=True"),
 ])  # fmt: skip

@@ -77,8 +77,8 @@ def test_a_layer_with_fused_lora_keeps_what_is_estimated():
 
 @pytest.mark.parametrize(
     ("options", "fused"),
-    [({"lora_dropout": 0.0}, True), ({}, False), ({"lora_dropout": 0.0, "fused_lora": False}, False),
-     ({"lora_dropout": 0.0, "lora_target_modules": ["q_proj"]}, False)],
+    [({}, True), ({"lora_dropout": 0.0}, True), ({"fused_lora": False}, False),
+     ({"lora_target_modules": ["q_proj"]}, False)],
 )  # fmt: skip
 def test_whose_mlps_are_fused(options, fused, tmp_path):
     assert memory.fuses_mlps(PackedSFTConfig(str(tmp_path), use_cpu=True, **options)) == fused

@@ -15,9 +15,18 @@ def devices_of(module: nn.Module) -> list[torch.device]:
     return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of a device's generator, without waiting for the device."""
+    return (
+        torch.get_rng_state()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_rng_state(*_index(device))
+    )
+
+
 def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Return the host's state, then those of the devices."""
-    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(*_index(d)) for d in devices)]
+    return [torch.get_rng_state(), *map(random_state, devices)]
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Decision:
             self._called.append((container[name], type(container[name])))
         for factor in (module.lora_A[name], module.lora_B[name]):
             self._watch_parameters(factor)
-        self._watch(vars(module.lora_dropout[name]), "p")
+        self._watch(vars(module.lora_dropout[name]), "p", "training")
 
     def _watch_parameters(self, layer: Any) -> None:
         self._watch(layer._parameters, "weight", "bias")

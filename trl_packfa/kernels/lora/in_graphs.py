@@ -2,7 +2,8 @@
 
 torch.compile cannot trace the chunks of tokens in `products.py`, or products that write into given memory. So a graph
 calls them as one opaque operator. The compiler fuses norms, rotations and activations around it. 4-bit weights run
-PEFT's own forward in graphs, because an operator accepts tensors only.
+PEFT's own forward in graphs, because an operator accepts tensors only. So does dropout, whose random numbers are the
+compiler's.
 
 Shape letters: T tokens, D input features, O output features, R rank.
 """

@@ -156,7 +156,7 @@ def _readable_in_graph(modules: Sequence[nn.Module]) -> list[Projection] | None:
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
     found = [read(module) for module in modules]
-    return None if any(p.quant_state is not None for p in found) else found
+    return None if any(p.quant_state is not None or p.draws for p in found) else found
 
 
 def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:

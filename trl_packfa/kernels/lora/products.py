@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ...runtime.autocast import outside_autocast
 from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
+from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection, factors_of
 
@@ -26,13 +27,17 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def project_forward(
-    x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, dtypes_out: Sequence[torch.dtype]
+    x_TD: torch.Tensor,
+    projections: Sequence[Projection],
+    dtype: torch.dtype,
+    dtypes_out: Sequence[torch.dtype],
+    masks: Masks = (),
 ) -> tuple[torch.Tensor, ...]:
     """Compute the outputs `(T, O)` of layers with one input `(T, D)`, each in its dtype of `dtypes_out`."""
-    layers = Layers(projections, dtype)
+    layers, size = Layers(projections, dtype, masks), _size(x_TD, projections, dtype)
     outs = [x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)]
-    for x, *parts in chunks(x_TD, *outs, size=_size(x_TD, projections, dtype)):
-        layers.apply(x, parts)
+    for number, (x, *parts) in enumerate(chunks(x_TD, *outs, size=size)):
+        layers.apply(x, parts, number * size)
     return tuple(outs)
 
 
@@ -41,16 +46,17 @@ def project_backward(
     projections: Sequence[Projection],
     grads: Sequence[torch.Tensor],
     dtype: torch.dtype,
+    masks: Masks = (),
     *,
     input_trains: bool,
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of the input (`None` if not `input_trains`) and of `lora_A`, `lora_B` of each layer."""
-    layers = Layers(projections, dtype)
+    layers, size = Layers(projections, dtype, masks), _size(x_TD, projections, dtype)
     layers.start_backward()
     grad_x = torch.empty_like(x_TD) if input_trains else None
     room = x_TD if grad_x is None else grad_x
-    for x, part, *chunk in chunks(x_TD, room, *grads, size=_size(x_TD, projections, dtype)):
-        layers.backward(x, chunk, None if grad_x is None else part)
+    for number, (x, part, *chunk) in enumerate(chunks(x_TD, room, *grads, size=size)):
+        layers.backward(x, chunk, None if grad_x is None else part, number * size)
     return [grad_x, *layers.adapter_gradients()]
 
 
@@ -71,9 +77,9 @@ class ProjectTogether(Function):
         *adapters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs. `adapters` are `lora_A`, `lora_B` of each projection, so that autograd sees them."""
-        ctx.projections, ctx.dtype = projections, dtype
+        ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device)
         ctx.save_for_backward(x_TD, *adapters)
-        return project_forward(x_TD, projections, dtype, dtypes_out)
+        return project_forward(x_TD, projections, dtype, dtypes_out, ctx.dropout.draw(*x_TD.shape))
 
     @staticmethod
     @once_differentiable
@@ -81,8 +87,8 @@ class ProjectTogether(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
         x_TD, *_ = ctx.saved_tensors
-        trains = ctx.needs_input_grad[0]
-        grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, input_trains=trains)
+        trains, masks = ctx.needs_input_grad[0], ctx.dropout.draw_again(*x_TD.shape)
+        grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, input_trains=trains)
         return grad_x, None, None, None, *factors
 
 
@@ -115,6 +121,7 @@ class _Kept:
 
     gate: torch.Tensor
     up: torch.Tensor
+    dropout: Dropout  # of gate and up
     keeper: Any
     input_trains: bool
 
@@ -138,11 +145,12 @@ def gated_mlp(
     # A narrower `dtype_out` would round gate and up when they are saved, but the forward multiplies them unrounded.
     if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
         keepers: list[Any] = []
+        dropout = Dropout(projections[:2], x_TD.device)
         with torch.no_grad():
-            gate_up = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2)
+            gate_up = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, dropout.draw(*x_TD.shape))
         input_trains = x_TD.requires_grad
         x_TD = _Keep.apply(x_TD, keepers, *gate_up, *adapters)  # type: ignore[assignment]
-        kept = _Kept(gate_up[0], gate_up[1], keepers[0], input_trains)
+        kept = _Kept(gate_up[0], gate_up[1], dropout, keepers[0], input_trains)
     options = (projections, activation, by_liger, dtype, dtype_out, keeps)
     return _GatedMLP.apply(x_TD, kept, *options, *adapters)  # type: ignore[return-value]
 
@@ -162,9 +170,13 @@ class _GatedMLP(Function):
         *adapters: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute the output. `kept` has gate and up if they are known; `keeps` says that a backward may follow."""
-        outer = Layers(projections[2:], dtype)
-        inner = Layers(projections[:2], dtype) if kept is None else None
         tokens, features = len(x_TD), projections[0].features
+        inner, ctx.inner_dropout = None, None if kept is None else kept.dropout
+        if kept is None:
+            ctx.inner_dropout = Dropout(projections[:2], x_TD.device)
+            inner = Layers(projections[:2], dtype, ctx.inner_dropout.draw(*x_TD.shape))
+        ctx.outer_dropout = Dropout(projections[2:], x_TD.device)
+        outer = Layers(projections[2:], dtype, ctx.outer_dropout.draw(tokens, features))
         ctx.size = size = chunk_size(features, x_TD.device, dtype)
         out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
         if kept is None:
@@ -174,11 +186,12 @@ class _GatedMLP(Function):
             gate_TI, up_TI = kept.gate, kept.up
         by_liger = by_liger and takes(gate_TI, up_TI) and dtype in DTYPES
         for number, (x, out) in enumerate(chunks(x_TD, out_TD, size=size)):
-            start = number * size if keeps else 0
-            gate, up = (part[start : start + len(x)] for part in (gate_TI, up_TI))
+            start = number * size
+            first = start if keeps else 0
+            gate, up = (part[first : first + len(x)] for part in (gate_TI, up_TI))
             if inner is not None:
-                gate, up = inner.apply(x, [gate, up])
-            outer.apply(swiglu(gate, up) if by_liger else activation(gate) * up, [out])
+                gate, up = inner.apply(x, [gate, up], start)
+            outer.apply(swiglu(gate, up) if by_liger else activation(gate) * up, [out], start)
         ctx.projections, ctx.activation, ctx.dtype, ctx.by_liger = projections, activation, dtype, by_liger
         if kept is None:
             ctx.keeper, ctx.input_trains = None, ctx.needs_input_grad[0]
@@ -193,24 +206,27 @@ class _GatedMLP(Function):
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
         x_TD, gate_TI, up_TI, *_ = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
-        inner, outer = Layers(ctx.projections[:2], ctx.dtype), Layers(ctx.projections[2:], ctx.dtype)
+        inner = Layers(ctx.projections[:2], ctx.dtype, ctx.inner_dropout.draw_again(*x_TD.shape))
+        outer = Layers(ctx.projections[2:], ctx.dtype, ctx.outer_dropout.draw_again(*gate_TI.shape))
         inner.start_backward()
         outer.start_backward()
         grad_x = torch.empty_like(x_TD)
         overwrites = gate_TI.dtype != ctx.dtype or is_last_backward()  # a cast is a copy
-        for x, gate, up, grad, out in chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size):
+        parts = chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size)
+        for number, (x, gate, up, grad, out) in enumerate(parts):
+            start = number * ctx.size
             gate, up = gate.to(ctx.dtype), up.to(ctx.dtype)
             grad_h = torch.empty_like(up)
             if ctx.by_liger:
-                outer.backward(swiglu(gate, up), [grad], grad_h)
+                outer.backward(swiglu(gate, up), [grad], grad_h, start)
                 gradients = swiglu_gradients(gate, up, grad_h, overwrites=overwrites)
             else:
                 gate = gate.detach().requires_grad_()
                 with torch.enable_grad():
                     active = ctx.activation(gate)
-                outer.backward(active.detach() * up, [grad], grad_h)
+                outer.backward(active.detach() * up, [grad], grad_h, start)
                 (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
                 gradients = grad_gate, grad_h.mul_(active.detach())
-            inner.backward(x, gradients, out if ctx.input_trains else None)
+            inner.backward(x, gradients, out if ctx.input_trains else None, start)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
         return grad_x if ctx.input_trains else None, *(None,) * _OPTIONS, *grad_adapters

@@ -32,6 +32,8 @@ class Projection:
     lora_B: torch.Tensor | None  # `(O, R)`
     scaling: float  # factor of the update
     computes_in: torch.dtype  # of the base product
+    dropout: float = 0.0  # rate for the input of the update
+    draws: bool = False  # whether the rate holds now; it does not in evaluation mode
 
     @property
     def features(self) -> int:
@@ -78,8 +80,8 @@ def _why_not_adapter(module: Any, name: str) -> str | None:
     if name in module.lora_variant:
         return f"a variant of LoRA ({type(module.lora_variant[name]).__name__})"
     lora_A, lora_B, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    if getattr(dropout, "p", 0.0) > 0 or type(dropout) not in (nn.Identity, nn.Dropout):
-        return f"lora_dropout={getattr(dropout, 'p', dropout)}"
+    if type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or dropout.p >= 1):
+        return f"lora_dropout={dropout}"
     if lora_A.bias is not None or lora_B.bias is not None:
         return "lora_bias=True"
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
@@ -130,14 +132,16 @@ def _why_not_tensor(weight: torch.Tensor) -> str | None:
 
 def read(module: Any) -> Projection:
     """Read the projection of a layer. [`unsupported_reason`] must be `None` for it."""
-    base, pair, scaling = module, (None, None), 0.0
+    base, pair, scaling, rate, draws = module, (None, None), 0.0, 0.0, False
     if is_adapted(module):
         name = next(name for name in module.active_adapters if name in module.lora_A)
         base, scaling = module.base_layer, module.scaling[name]
-        pair = (module.lora_A[name].weight, module.lora_B[name].weight)
+        pair, dropout = (module.lora_A[name].weight, module.lora_B[name].weight), module.lora_dropout[name]
+        if type(dropout) is nn.Dropout:
+            rate, draws = dropout.p, dropout.training and dropout.p > 0
     state = getattr(base.weight, "quant_state", None)
     dtype = base.weight.dtype if state is None else base.compute_dtype or torch.float32
-    return Projection(base.weight, base.bias, state, *pair, scaling, dtype)
+    return Projection(base.weight, base.bias, state, *pair, scaling, dtype, rate, draws)
 
 
 def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.dtype | None:
