@@ -18,7 +18,7 @@ import trl_packfa.register
 from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidConfig, InvalidLayout, PackingError, UnsupportedModel, VersionTooOld
 from trl_packfa.patches.registry import find_patch_for_type
-from trl_packfa.patching.named_attention import register_name
+from trl_packfa.patching.attention_interface import register_name
 from trl_packfa.versions import MINIMUM_VERSIONS
 
 TYPES = (

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from selection import in_full
 from tiny_models.encoders import small_encoder
 from tolerance import assert_float32, assert_low_precision, assert_regrouped, differs
-from transformers import BartConfig, BartForConditionalGeneration, BartForSequenceClassification
+from transformers import AutoModel, BartConfig, BartForConditionalGeneration, BartForSequenceClassification
 
 from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
@@ -275,9 +275,12 @@ def test_rows_with_a_text_for_the_decoder_run_as_they_are(caplog):
 def test_a_patched_encoder_is_saved_as_it_was_loaded(model_type, head, tmp_path):
     """A user may also change its config after it was patched."""
     model = small_encoder(model_type, head)
-    config = model.config
+    config, stock, attention = model.config, model.config.to_json_string(), model.config._attn_implementation
     patch(model, unpad=True)
-    assert model.config is config
+    assert isinstance(model.config, type(config)) and vars(model.config) is vars(config)
+    assert model.config.to_json_string() == stock
+    other = AutoModel.from_config(model.config)
+    assert other.config._attn_implementation == model.config._attn_implementation == attention
     model.config.output_hidden_states = True
     assert model(**batch()).hidden_states is not None
     model.config.output_hidden_states = False

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import oracle
@@ -10,13 +11,14 @@ import pytest
 import tiny
 import torch
 from selection import in_full
+from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, Patch, describe, patch, patched, registered_patches, unpatch
 from trl_packfa.errors import NoBackend, PackingError
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.patching.attention_interface import _masked_by_choice
 from trl_packfa.patching.inspect import get_patch
+from trl_packfa.patching.packed_attention import masked_by_choice
 from trl_packfa.runtime.override import override_in
 
 BACKENDS = ["sdpa", "reference"]
@@ -295,8 +297,8 @@ def test_chosen_keys_hide_what_comes_later_where_transformers_leaves_the_mask_ou
     indices = torch.tensor([[[0, 1, 2], [0, 1, 2], [0, 2, 1]]])
     query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
     causal = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2)
-    expected = _masked_by_choice(causal, indices, query, key)
-    assert torch.equal(_masked_by_choice(None, indices, query, key), expected)
+    expected = masked_by_choice(causal, indices, query, key)
+    assert torch.equal(masked_by_choice(None, indices, query, key), expected)
     assert not torch.equal(expected, causal)
 
 
@@ -314,3 +316,22 @@ def test_a_patch_that_makes_two_dtypes_says_so():
         model(**batch)
     with torch.autocast("cpu", torch.bfloat16):  # the backend casts
         model(**batch)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt"])
+def test_a_backbone_that_makes_its_mask_runs_in_another_thread_in_the_middle_of_a_packed_call(model_type):
+    model, ids = small_model(model_type, num_hidden_layers=1), tiny.documents()[0][None]
+    expected, own = model(input_ids=ids).logits, model.config._attn_implementation
+    backbone, seen = patch(model).base_model, []
+
+    def run_elsewhere(*call):
+        handle.remove()
+        with ThreadPoolExecutor(1) as other:
+            elsewhere = other.submit(lambda: (backbone.config._attn_implementation, model(input_ids=ids).logits))
+            seen.extend((*elsewhere.result(), backbone.config._attn_implementation))
+
+    handle = backbone.get_input_embeddings().register_forward_hook(run_elsewhere)
+    packed = forward(model, tiny.documents()).logits
+    assert (seen[0], seen[2], model.config._attn_implementation) == (own, "packfa", own)
+    assert torch.equal(seen[1], expected)
+    assert torch.equal(forward(model, tiny.documents()).logits, packed)

@@ -1,8 +1,8 @@
 """Applying a patch to one model instance and taking it back.
 
 This is the only code that sets attributes on models. It sets an instance's own `forward` (backbone, attention modules,
-mixers, rotary embeddings, norms, LoRA layers) and one switch of 4-bit layers. It never changes classes, module globals
-or functions.
+mixers, rotary embeddings, norms, LoRA layers), its `config` where transformers' registries are asked for attention or
+masks, and one switch of 4-bit layers. It never changes classes, module globals or functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
 from ..runtime.override import Override
-from .attention_interface import MasksByInterface, interface_config, mask_config
+from .attention_interface import InterfaceOptions, interface_config, mask_config, require_registered
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
@@ -61,6 +61,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
+    require_registered()
     backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
     if patch.rebatch and options.backend != "auto":
         raise NoBackend(
@@ -85,9 +86,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     for module in (parts.backbone, *parts.mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
-    planned = _plan_attention(state)
-    if options.unpad and parts.takes_images:
-        planned += _plan_masks(inner, state)
+    planned = _plan_attention(state) + _plan_masks(inner, state)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
     overrides = _plan_outside(inner, state) + _plan_inside(state)
     if forward_takes(inner, SPANS[0]):
@@ -172,11 +171,9 @@ def _plan_attention(state: PatchState) -> list[Edit]:
         elif function := _of_class(patch.functions, module):
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
-            # Each attention module gets a config of its own. The model's config keeps the user's
-            # `attn_implementation`: calls without documents, masks and saved checkpoints use it.
             by_mask = state.parts.takes_images or patch.encoder
-            config = interface_config(module.config, backends, patch.window, by_mask=by_mask)
-            planned.append((module, "config", config))
+            options = InterfaceOptions(backends, patch.window, by_mask)
+            planned.append((module, "config", interface_config(module.config, options)))
     return planned
 
 
@@ -185,11 +182,19 @@ def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value | None:
 
 
 def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
-    """Return the edits of the models between the outermost model and its text decoder, which may make its masks."""
-    backbone = state.parts.backbone
+    """Return the edits of the models that make masks for packed attention.
+
+    A backbone does so if it computes with its mask. Models between the outermost one and its text decoder may do so.
+    """
+    backbone: Any = state.parts.backbone
+    planned: list[Edit] = []
+    if state.patch.makes_mask or state.patch.encoder:
+        planned.append((backbone, "config", interface_config(backbone.config)))
+    if state.unpadding is None or not state.parts.takes_images:
+        return planned
     around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
-    found = [(m, mask_config(m.config, state.backends)) for m in around if any(x is backbone for x in m.modules())]
-    return [(module, "config", config) for module, config in found if config is not None]
+    found = [(m, mask_config(m.config)) for m in around if any(x is backbone for x in m.modules())]
+    return planned + [(module, "config", config) for module, config in found if config is not None]
 
 
 def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
@@ -201,8 +206,7 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
         return [LengthGroupsOverride(backbone, unpadding)]
     if patch.encoder and parts.stack is not backbone:
         assert unpadding is not None
-        masks = MasksByInterface(backbone, state.backends)
-        return [EncoderOverride(backbone, unpadding, masks), StackOverride(parts.stack, unpadding)]
+        return [EncoderOverride(backbone, unpadding), StackOverride(parts.stack, unpadding)]
     overrides: list[Override] = [(RebatchOverride if patch.rebatch else BackboneOverride)(backbone, state)]
     head = None
     options = trl_options(inner) if unpadding is not None else None

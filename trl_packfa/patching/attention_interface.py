@@ -1,81 +1,96 @@
-"""Packed attention for transformers' attention interface.
+"""The two functions behind `packfa`, one name in transformers' registries of attention and of masks.
 
-Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K key/value heads, H head dim.
+Modules of a patched model have a view of their config with this name: their calls bring the documents that the
+backbone found. In a model that was loaded with `attn_implementation="packfa"` the functions find documents themselves,
+see `named_attention.py`.
+
+Shape letters: B rows, L row length, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from ..attention.base import AttentionArguments, chosen_keys
 from ..attention.dispatch import BackendChoice
-from ..errors import PackingError
+from ..errors import InvalidConfig, PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
-from ..patches.base import Heads
 from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override
 from .handed_masks import note_mask
-from .inspect import is_causal
 from .mask_rules import sees_ahead
-
-# Our name in transformers' attention interface. It is set on single modules, never on a whole model.
-INTERFACE = "trl_packfa"
-
-
-def interface_config(
-    config: PreTrainedConfig,
-    backends: BackendChoice,
-    window: Callable[[Any], int | None] | None = None,
-    *,
-    by_mask: bool = False,
-) -> PreTrainedConfig:
-    """Return a copy of an attention module's config that sends its attention to our function.
-
-    `window` reads the sliding window from the module, for models that do not pass it in the call. With `by_mask` the
-    model's mask decides whether attention is causal, so the module need not say so.
-    """
-    # A shallow copy, without the setter of `_attn_implementation`: the setter would also change the configs inside
-    # this one, which the model's own config shares.
-    ours = copy.copy(config)
-    vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
-    ours.trl_packfa_window, ours.trl_packfa_by_mask = window, by_mask
-    return ours
+from .named_attention import attend_by_name, mask_by_name
+from .named_models import NAME
+from .packed_attention import attend_packed, masked_by_choice, read_options, require_known
 
 
-class MasksByInterface(Override):
-    """Forward of a module that makes masks: while it runs, its config sends them to our function.
+class InterfaceOptions(NamedTuple):
+    """The facts about a patched model that its attention needs beside a call's arguments."""
 
-    Between calls the module has its own config, which is the one that users change, and that a saved model has.
+    backends: BackendChoice
+    # Reads the sliding window from the module, for models that do not pass it in the call.
+    window: Callable[[Any], int | None] | None = None
+    # Whether the model's mask decides if attention is causal, so that the module need not say so.
+    by_mask: bool = False
+
+
+class InterfaceConfig:
+    """View of a module's config with the name of our functions.
+
+    The view shares every attribute with the config, also those that users set later, and saves as the config does.
+    So a model's own config keeps the user's `attn_implementation`, which calls without documents use. The view of a
+    module that makes masks has our name only inside of the calls whose masks are ours: it may be the model's config,
+    of which users make other models.
     """
 
-    def __init__(self, module: nn.Module, backends: BackendChoice) -> None:
-        super().__init__(module)
-        self.backends = backends
-        self.config = interface_config(self.module.config, backends)  # type: ignore[arg-type]
+    __slots__ = ()
+    # Slots of each subclass. What lies in slots is in no file that a model is saved to.
+    trl_packfa_config: Any  # a `PreTrainedConfig`; transformers types its attention's name as optional
+    trl_packfa_options: InterfaceOptions | None  # `None` for a module that makes masks
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward."""
-        module: Any = self.module
-        own = module.config
-        if not torch.compiler.is_compiling():  # a graph cannot copy a config, and takes the last copy
-            self.config = interface_config(own, self.backends)
-        module.config = self.config
-        try:
-            return self.call_original(*args, **kwargs)
-        finally:
-            module.config = own
+    def __init_subclass__(cls) -> None:
+        """Leave out what transformers does to new classes of configs: this one declares no fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make the view again of the copied or unpickled config."""
+        return interface_config, (self.trl_packfa_config, self.trl_packfa_options)
+
+    @property
+    def _attn_implementation(self) -> Any:
+        # A graph is for calls of both kinds, and torch cannot read the context in it.
+        if self.trl_packfa_options is not None or torch.compiler.is_compiling():
+            return NAME
+        call = current_call()
+        is_ours = call.layout is not None or call.notes_masks
+        return NAME if is_ours else PreTrainedConfig._attn_implementation.fget(self)  # type: ignore[attr-defined]
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        PreTrainedConfig._attn_implementation.fset(self, value)  # type: ignore[attr-defined]  # it is a property
 
 
-def mask_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrainedConfig | None:
+@cache
+def _view_of(kind: type[PreTrainedConfig]) -> type[Any]:
+    slots = ("trl_packfa_config", "trl_packfa_options")
+    return type(kind.__name__, (InterfaceConfig, kind), {"__slots__": slots})
+
+
+def interface_config(config: PreTrainedConfig, options: InterfaceOptions | None = None) -> Any:
+    """Return a view of a module's config under which it asks our functions for attention, or for masks."""
+    view: Any = object.__new__(_view_of(type(config)))
+    object.__setattr__(view, "__dict__", vars(config))
+    view.trl_packfa_config, view.trl_packfa_options = config, options
+    return view
+
+
+def mask_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return a copy of a composite model's config that sends the masks for its text decoder to our function.
 
     `None` if the config has no config of a decoder.
@@ -85,7 +100,7 @@ def mask_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrained
     if not names:
         return None
     ours = copy.copy(config)
-    vars(ours).update(dict.fromkeys(names, interface_config(text, backends)))
+    vars(ours).update(dict.fromkeys(names, interface_config(text)))
     return ours
 
 
@@ -95,120 +110,58 @@ def packed_attention_forward(
     """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L,
     N, H)`.
 
-    Without a layout ([`find_layout`]) the model's own attention function runs. The option `indices` `(B, L, K)` holds
-    the keys inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
+    Without a layout ([`find_layout`]) a patched model's own attention function runs. The option `indices` is that of
+    [`attend_packed`].
     """
+    config = module.config
+    if not isinstance(config, InterfaceConfig):
+        return attend_by_name(module, query, key, value, attention_mask, **options), None
     layout = find_layout((query, attention_mask), options)
     options.pop(KEYWORD, None)
     indices: torch.Tensor | None = options.pop("indices", None)
     if layout is None:
         if indices is not None:
-            attention_mask = _masked_by_choice(attention_mask, indices, query, key)
+            attention_mask = masked_by_choice(attention_mask, indices, query, key)
+        own = config.trl_packfa_config._attn_implementation
+        if own == NAME:
+            return attend_by_name(module, query, key, value, attention_mask, **options), None
         # Every modelling file has its own eager attention, which no table of transformers lists.
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own = AttentionInterface().get_interface(module.config.trl_packfa_source._attn_implementation, eager)
-        return own(module, query, key, value, attention_mask, **options)
-    require_known(module, options, by_mask=module.config.trl_packfa_by_mask)
+        forward = AttentionInterface().get_interface(own, eager)
+        return forward(module, query, key, value, attention_mask, **options)
+    assert config.trl_packfa_options is not None, "modules that make masks have no attention of their own"
+    backends, window, by_mask = config.trl_packfa_options
+    require_known(module, options, by_mask=by_mask)
     arguments = read_options(query, options)
     # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
-    if module.config.trl_packfa_window is not None:
-        arguments = replace(arguments, sliding_window=module.config.trl_packfa_window(module))
-    return attend_packed(module.config.trl_packfa_backends, query, key, value, layout, arguments, indices), None
+    if window is not None:
+        arguments = replace(arguments, sliding_window=window(module))
+    return attend_packed(backends, query, key, value, layout, arguments, indices), None
 
 
-# The options of transformers' attention interface that packed attention reads.
-READ = ("scaling", "sliding_window", "softcap", "s_aux", "dropout")
-
-
-def read_options(query: torch.Tensor, options: Mapping[str, Any]) -> AttentionArguments:
-    """Read the arguments of attention from the options of transformers' attention interface, all of them optional."""
-    scaling = options.get("scaling")
-    return AttentionArguments(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
-        dropout=options.get("dropout") or 0.0,
-    )
-
-
-def attend_packed(
-    backends: BackendChoice,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    arguments: AttentionArguments,
-    indices: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run packed attention in the shapes and with the `indices` of [`packed_attention_forward`]."""
-    # Rows of equal length are joined to one packed row: documents never cross the end of a row.
-    q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if indices is None:
-        out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
-    else:
-        out_TNH = _attend_to_chosen(backends, indices, (q_TNH, k_TKH, v_TKH), layout, arguments)
-    return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:])
-
-
-# Outside of graphs, as the bias depends on this batch's documents.
-@outside_of_graphs
-def _attend_to_chosen(
-    backends: BackendChoice, indices: torch.Tensor, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments
-) -> torch.Tensor:
-    """Attend to the keys in `indices` `(B, L, K)`; documents of at most K tokens see all of their keys."""
-    if layout.max_seqlen > indices.shape[-1]:
-        arguments = replace(arguments, bias=chosen_keys(indices, layout))
-    return backends.attend(*qkv, layout, arguments)
-
-
-def _masked_by_choice(
-    attention_mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor:
-    """Hide the keys that an indexer did not choose; models do so only for the functions `eager` and `sdpa`."""
-    hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
-    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
-    if attention_mask is None:  # transformers leaves a plain causal mask to the attention function
-        queries, keys = hidden.shape[-2:]
-        attention_mask = torch.ones_like(hidden).tril(keys - queries)
-    if attention_mask.dtype == torch.bool:
-        return attention_mask & ~hidden
-    return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
-
-
-# Arguments by which some models add to the scores or choose keys; packed attention does not compute them.
-_UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
-
-
-def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
-    """Raise [`PackingError`] for attention arguments that packed attention does not compute."""
-    if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
-        raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
-    unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
-    if unknown:
-        raise PackingError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention; packed attention lacks them.",
-            do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
-        )
-
-
-def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def packed_mask(**options: Any) -> torch.Tensor | None:
     """Implement transformers' mask interface: an empty mask for a packed call, else the mask of the model's attention.
 
     In a padded call of a model with images that mask is only noted, see `handed_masks.py`.
     """
+    config = options["config"]
+    if not isinstance(config, InterfaceConfig):
+        require_registered()
+        return mask_by_name(options)
     # The mask interface gets neither the call's keywords nor its mask, so the call comes from the context variable.
     call = current_call()
     if call.layout is not None:
-        _require_direction(call.layout, kwargs)
+        _require_direction(call.layout, options)
         # Bool, as transformers' own mask for SDPA is: some models branch on the mask's dtype (Doge, Falcon).
         return empty_mask(call, call.layout.cu_seqlens.device, dtype=torch.bool)
-    source = kwargs["config"].trl_packfa_source
 
     def make() -> torch.Tensor | None:
-        return AttentionMaskInterface()[source._attn_implementation](*args, **{**kwargs, "config": source})
+        own: Any = config.trl_packfa_config
+        if own._attn_implementation == NAME:
+            return mask_by_name({**options, "config": own})
+        return AttentionMaskInterface()[own._attn_implementation](**{**options, "config": own})
 
-    return note_mask(make, kwargs) if call.notes_masks else make()
+    return note_mask(make, options) if call.notes_masks else make()
 
 
 @outside_of_graphs
@@ -225,5 +178,38 @@ def _require_direction(layout: PackedLayout, options: dict[str, Any]) -> None:
         )
 
 
-AttentionInterface.register(INTERFACE, packed_attention_forward)
-AttentionMaskInterface.register(INTERFACE, empty_packed_mask)
+_REGISTRIES: tuple[tuple[Any, Any], ...] = (
+    (AttentionInterface, packed_attention_forward),
+    (AttentionMaskInterface, packed_mask),
+)
+
+
+def register_name() -> None:
+    """Register both functions with transformers.
+
+    Raise [`InvalidConfig`] if another package has registered the name.
+    """
+    _register()
+    require_registered()
+
+
+def _register() -> None:
+    for interface, ours in _REGISTRIES:
+        # A function of ours that an earlier import has registered gives way.
+        if getattr(interface().get(NAME), "__module__", __name__) == __name__:
+            interface.register(NAME, ours)
+
+
+@outside_of_graphs
+def require_registered() -> None:
+    """Raise [`InvalidConfig`] if another package's function has our name."""
+    for interface, ours in _REGISTRIES:
+        if (other := interface().get(NAME)) is not ours:
+            raise InvalidConfig(
+                f"attn_implementation='{NAME}' is registered twice.",
+                why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
+                do="Import one of the two packages only, in one version.",
+            )
+
+
+_register()  # also in a process that has only unpickled a patched model

@@ -8,7 +8,7 @@ Shape letters: B rows, L row length, T true tokens, G rows of a group, M their l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,8 @@ _OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
 
 
 class _EncoderOverride(NamedOverride):
-    def __init__(self, module: nn.Module, unpadding: Unpadding, original: Callable[..., Any] | None = None) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, unpadding: Unpadding) -> None:
+        super().__init__(module)
         self.unpadding = unpadding
 
     @outside_of_graphs

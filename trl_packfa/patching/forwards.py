@@ -29,7 +29,6 @@ from ..runtime.neftune import noise_of_padded_rows
 from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
-from .attention_interface import MasksByInterface
 from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions, own_config
 from .rotary import depends_on_length
@@ -87,8 +86,7 @@ class BackboneOverride(_PackedForward):
         # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
         # from 0. Other positions of the caller would be ignored, so they are refused.
         own_positions = bool(patch.rebatch or patch.beside or any(map(depends_on_length, module.modules())))
-        original = MasksByInterface(module, state.backends) if self.makes_mask else None
-        super().__init__(module, state, original, own_positions=own_positions)
+        super().__init__(module, state, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
         # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
         self.takes_token_types = patch.rebatch or _embeds_token_types(module)
@@ -176,7 +174,7 @@ class BackboneOverride(_PackedForward):
         layout, masks = rows.layout(call["attention_mask"].device), handed_masks(call["attention_mask"])
         if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             return cross_attention.take_call(call, rows), layout
-        if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for
+        if self.encoder:  # `packed_mask` compares this with the mask that the model asks for
             return rows.take_call(call), layout.in_both_directions()
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:

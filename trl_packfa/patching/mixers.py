@@ -24,8 +24,8 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.override import NamedOverride, Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
-from .attention_interface import attend_packed
 from .inspect import class_names
+from .packed_attention import attend_packed
 
 logger = logging.getLogger(__name__)
 

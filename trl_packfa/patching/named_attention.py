@@ -1,4 +1,4 @@
-"""The two functions behind `attn_implementation="packfa"`: attention and mask interface of a model without a patch.
+"""Attention and masks of a model that was loaded with `attn_implementation="packfa"` and has no patch.
 
 The mask function sees the mask of padding, the cache's lengths and, in its mask rule, positions that restart. The
 attention function sees the call's keywords. Neither sees everything, so both must agree, and a call that only one of
@@ -23,17 +23,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.base import AttentionArguments
 from ..attention.reference import dense_attention
-from ..errors import InvalidConfig, InvalidLayout
+from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
 from ..layout.call_context import KEYWORD, PackedCall, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..runtime.compile import outside_of_graphs
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS
-from .attention_interface import READ, attend_packed, read_options, require_known
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
-from .named_models import AS_SDPA, CHOSEN, NAME, require_positions, served_patch
+from .named_models import AS_SDPA, CHOSEN, require_positions, served_patch
+from .packed_attention import READ, attend_packed, read_options, require_known
 
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
 _PADDING = "trl_packfa_padding"
@@ -41,11 +41,10 @@ _PADDING = "trl_packfa_padding"
 
 # Outside of graphs, as the documents of a call are read on the host.
 @outside_of_graphs
-def named_attention_forward(
+def attend_by_name(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L,
-    N, H)`.
+) -> torch.Tensor:
+    """Attend from `query` `(B, N, L, H)` to `key` and `value` `(B, K, M, H)`, which gives `(B, L, N, H)`.
 
     Raise [`PackingError`] if the type is not served, or the call's boundaries cannot be honoured.
     """
@@ -58,10 +57,10 @@ def named_attention_forward(
         arguments = replace(arguments, sliding_window=patch.window(module))
     if layout is None:
         rest = {name: option for name, option in options.items() if name not in (*BOUNDARIES, *READ)}
-        return _unpacked(module, query, key, value, attention_mask, arguments, causal=causal, **rest), None
+        return _unpacked(module, query, key, value, attention_mask, arguments, causal=causal, **rest)
     require_known(module, options)
     require_positions(module.config, layout, options.get("position_ids"))
-    return attend_packed(CHOSEN.backends, query, key, value, layout, arguments), None
+    return attend_packed(CHOSEN.backends, query, key, value, layout, arguments)
 
 
 def _layout_of(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
@@ -196,8 +195,8 @@ def _one_a_row(rows: int, length: int, device: torch.device) -> PackedLayout:
     return PackedLayout.from_lengths([length] * rows, rows=rows, device=device)
 
 
-def named_mask(**options: Any) -> torch.Tensor | None:
-    """Implement transformers' mask interface, which is called with keywords.
+def mask_by_name(options: dict[str, Any]) -> torch.Tensor | None:
+    """Make the mask for these keywords of transformers' mask interface.
 
     A call without pads and cache gets no mask, one whose positions restart gets an empty mask, and any other gets
     `sdpa`'s. Raise [`PackingError`] if the type is not served.
@@ -207,7 +206,6 @@ def named_mask(**options: Any) -> torch.Tensor | None:
 
 @outside_of_graphs
 def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
-    require_registered()
     sdpa_mask = AttentionMaskInterface()["sdpa"]
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
@@ -234,32 +232,3 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
         return empty_mask(PackedCall(layout), torch.device(device), dtype=torch.bool)
     # Some models always need a mask, and get one. In a graph transformers always asks for one, so that tells nothing.
     return None if may_skip or traced else sdpa_mask(**options)
-
-
-def register_name() -> None:
-    """Register both functions with transformers.
-
-    Raise [`InvalidConfig`] if another package has registered the name.
-    """
-    for interface, ours in _REGISTRIES:
-        # A function of ours that an earlier import has registered gives way.
-        if getattr(interface().get(NAME), "__module__", __name__) == __name__:
-            interface.register(NAME, ours)
-    require_registered()
-
-
-def require_registered() -> None:
-    """Raise [`InvalidConfig`] if another package's function has our name."""
-    for interface, ours in _REGISTRIES:
-        if (other := interface().get(NAME)) is not ours:
-            raise InvalidConfig(
-                f"attn_implementation='{NAME}' is registered twice.",
-                why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
-                do="Import one of the two packages only, in one version.",
-            )
-
-
-_REGISTRIES: tuple[tuple[Any, Any], ...] = (
-    (AttentionInterface, named_attention_forward),
-    (AttentionMaskInterface, named_mask),
-)
