@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import dropout_add
 
 from trl_packfa.attention import AttentionArguments, Bias, linear_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
@@ -47,7 +47,7 @@ def project_and_add(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) 
     return dropout_add(module.dense(attended), args[0], module.hidden_dropout, module.training), None
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("bloom",),
     backbone="BloomModel",
     attention={"BloomAttention": fused_qkv},

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from trl_packfa.attention import Bias, key_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.mistral import config_window
 from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
@@ -29,7 +29,7 @@ def dynamic_mask(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias
     )
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("doge",),
     backbone="DogeModel",
     attention={"DogeAttention": normed_rotary_qkv},

@@ -8,7 +8,7 @@ import torch
 
 from trl_packfa.attention import AttentionArguments
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads, Instead, RebatchPatch
 from trl_packfa.patches.llama import Embeddings
 
 
@@ -24,12 +24,12 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=module.inv_norm_factor)
 
 
-def has_no_alibi(config: Any) -> bool:
-    """Tell whether a Falcon model of this config has rotary embeddings."""
-    return not config.alibi
+def has_alibi(config: Any) -> bool:
+    """Tell whether a Falcon model of this config has ALiBi in the place of rotary embeddings."""
+    return config.alibi
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("falcon",),
     backbone="FalconModel",
     attention={"FalconAttention": rotary_qkv},
@@ -38,6 +38,5 @@ PATCH = Patch(
     makes_mask=True,
     # Models with ALiBi round the bias to bfloat16 and add it before or after scaling, depending on their attention.
     # So they run their own attention, document by document.
-    serves=has_no_alibi,
-    otherwise=Patch(model_types=("falcon",), rebatch=True),
+    instead=Instead(has_alibi, RebatchPatch(model_types=("falcon",))),
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch, read_arguments
+from trl_packfa.patches.base import AttentionPatch, read_arguments
 from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
 
@@ -15,7 +15,7 @@ def without_softcap(module: nn.Module) -> AttentionArguments:
     return replace(read_arguments(module), softcap=None)
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("gemma3_text",),
     backbone="Gemma3TextModel",
     attention={"Gemma3Attention": normed_rotary_qkv},

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 
 
 def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
@@ -30,7 +30,7 @@ def unprojected(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> t
     return attended, None
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("git",),
     backbone="GitModel",
     attention={"GitSelfAttention": plain_qkv},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import FunctionPatch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
@@ -15,4 +15,4 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=1.0, sliding_window=window, dropout=module.attn_dropout.p)
 
 
-PATCH = Patch(model_types=("gpt_neo",), functions={"GPTNeoSelfAttention": "_attn"}, arguments=read_arguments)
+PATCH = FunctionPatch(model_types=("gpt_neo",), functions={"GPTNeoSelfAttention": "_attn"}, arguments=read_arguments)

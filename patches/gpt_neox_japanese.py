@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import FunctionPatch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
@@ -13,6 +13,6 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=1.0 / module.norm_factor, dropout=module.attention_dropout.p)
 
 
-PATCH = Patch(
+PATCH = FunctionPatch(
     model_types=("gpt_neox_japanese",), functions={"GPTNeoXJapaneseAttention": "_attn"}, arguments=read_arguments
 )

@@ -8,7 +8,7 @@ from typing import Any
 from packaging.version import Version
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import FunctionPatch, InterfacePatch, Patch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
@@ -17,10 +17,10 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 _TYPES = ("gptj", "codegen")
-PATCH = (
-    Patch(model_types=_TYPES)  # uses transformers' attention interface
+PATCH: Patch = (
+    InterfacePatch(model_types=_TYPES)  # uses transformers' attention interface
     if Version(version("transformers")) >= Version("5.24")
-    else Patch(
+    else FunctionPatch(
         model_types=_TYPES, functions={"GPTJAttention": "_attn", "CodeGenAttention": "_attn"}, arguments=read_arguments
     )
 )

@@ -5,9 +5,9 @@ uses transformers' attention interface, and everything else stays packed. Withou
 without an error, some of them also on installed kernels (transformers 5.23).
 """
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import ModulePatch
 
-PATCH = Patch(
+PATCH = ModulePatch(
     model_types=(
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text",
         "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba",

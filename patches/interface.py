@@ -5,9 +5,9 @@ adds the document boundaries. Without the patch, some types attend across docume
 gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
 """
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import InterfacePatch
 
-PATCH = Patch(
+PATCH = InterfacePatch(
     model_types=(
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere",
         "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3",

@@ -8,7 +8,7 @@ import torch
 
 from trl_packfa.kernels.lora import project_together
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,4 +28,6 @@ def rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Em
 
 
 # EXAONE 3 is a Llama model with another config (transformers 5.24).
-PATCH = Patch(model_types=("llama", "exaone"), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})
+PATCH = AttentionPatch(
+    model_types=("llama", "exaone"), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv}
+)

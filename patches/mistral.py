@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch, read_arguments
+from trl_packfa.patches.base import AttentionPatch, read_arguments
 from trl_packfa.patches.llama import rotary_qkv
 
 
@@ -13,7 +13,7 @@ def config_window(module: Any) -> AttentionArguments:
     return replace(read_arguments(module), sliding_window=getattr(module.config, "sliding_window", None))
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("mistral",),
     backbone="MistralModel",
     attention={"MistralAttention": rotary_qkv},

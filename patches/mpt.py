@@ -9,7 +9,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from trl_packfa.attention import AttentionArguments, Bias, linear_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
@@ -34,7 +34,7 @@ def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
     return linear_bias(slopes[:, 1] - slopes[:, 0], layout)
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("mpt",),
     backbone="MptModel",
     attention={"MptAttention": fused_qkv},

@@ -3,9 +3,9 @@
 Attention and position embeddings run document by document; everything else stays packed.
 """
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import ModulePatch
 
-PATCH = Patch(
+PATCH = ModulePatch(
     model_types=("big_bird", "megatron-bert", "mvp", "rembert", "trocr"),
     masked_mixers=(
         "BigBirdSelfAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "TrOCRAttention",

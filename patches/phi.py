@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
@@ -20,6 +20,6 @@ def partial_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embedd
     return *rotate(query, key, *position_embeddings), value
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("phi",), backbone="PhiModel", attention={"PhiAttention": partial_rotary_qkv}, output="dense"
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 from trl_packfa.patches.llama import Embeddings
 from trl_packfa.patches.mistral import config_window
 
@@ -21,6 +21,6 @@ def fused_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Emb
     return *rotate(query, key, *position_embeddings), value
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("phi3",), backbone="Phi3Model", attention={"Phi3Attention": fused_qkv}, arguments=config_window
 )

@@ -4,9 +4,9 @@ Their position embeddings run document by document, and attention uses transform
 patch they attend across documents without an error: they build masks without `position_ids` (transformers 5.23).
 """
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import InterfacePatch
 
-PATCH = Patch(
+PATCH = InterfacePatch(
     model_types=(
         "bart", "bert", "bert-generation", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
         "data2vec-text", "electra", "ernie", "marian", "mbart", "pegasus", "plbart", "roberta", "roberta-prelayernorm",

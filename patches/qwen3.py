@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
@@ -17,4 +17,4 @@ def normed_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddi
     return *rotate(module.q_norm(query), module.k_norm(key), *position_embeddings), value
 
 
-PATCH = Patch(model_types=("qwen3",), backbone="Qwen3Model", attention={"Qwen3Attention": normed_rotary_qkv})
+PATCH = AttentionPatch(model_types=("qwen3",), backbone="Qwen3Model", attention={"Qwen3Attention": normed_rotary_qkv})

@@ -4,9 +4,9 @@ The indexer runs document by document. Attention uses transformers' attention in
 no more tokens than a query may attend to.
 """
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import InterfacePatch
 
-PATCH = Patch(
+PATCH = InterfacePatch(
     model_types=(
         "axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
         "mistral_large4_text",

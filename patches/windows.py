@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import InterfacePatch
 
 
 def sliding_window(module: Any) -> int | None:
@@ -15,4 +15,4 @@ def sliding_window(module: Any) -> int | None:
     return module.config.sliding_window
 
 
-PATCH = Patch(model_types=("phimoe", "qwen2_moe"), window=sliding_window)
+PATCH = InterfacePatch(model_types=("phimoe", "qwen2_moe"), window=sliding_window)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Heads, Patch
+from trl_packfa.patches.base import AttentionPatch, Heads
 from trl_packfa.patches.llama import project_heads
 
 
@@ -22,7 +22,7 @@ def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
     return project_heads(module, hidden_states)
 
 
-PATCH = Patch(
+PATCH = AttentionPatch(
     model_types=("xglm",),
     backbone="XGLMModel",
     attention={"XGLMAttention": plain_qkv},

@@ -20,7 +20,7 @@ from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasur
 from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
-from .patches.base import Patch
+from .patches.base import GroupsPatch, InterfacePatch, Patch, RebatchPatch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching import inspect
 from .patching.apply import (
@@ -140,7 +140,7 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
         found.append(_Candidate(inspect.get_decoder_patch(decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
-    stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
+    stack, groups = StackPatch(model_types=(name,)), GroupsPatch(model_types=(name,))
     if inspect.inner_model(model).config.is_encoder_decoder:
         # A patch of its type is for its decoder as a causal model. Whole rows in groups see the model's own masks.
         refusal = UnsupportedModel(
@@ -159,7 +159,7 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
             # for every causal model.
-            interface, rebatch = Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)
+            interface, rebatch = InterfacePatch(model_types=(name,)), RebatchPatch(model_types=(name,))
             for patch in (interface, stack, rebatch, groups) if unpad else (interface, rebatch):
                 said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
                 found.append(_Candidate(patch, code, on_success=said))

@@ -14,8 +14,9 @@ from selection import in_full
 from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
-from trl_packfa import PackedLayout, Patch, describe, patch, patched, registered_patches, unpatch
+from trl_packfa import PackedLayout, describe, patch, patched, registered_patches, unpatch
 from trl_packfa.errors import NoBackend, PackingError
+from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch
 from trl_packfa.patching.packed_attention import masked_by_choice
@@ -310,7 +311,9 @@ def test_a_patch_that_makes_two_dtypes_says_so():
         query, key, value = own(module, hidden_states, position_embeddings)
         return query.float(), key.float(), value
 
-    apply_patch(model, Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}))
+    apply_patch(
+        model, AttentionPatch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv})
+    )
     batch = tiny.batch([torch.arange(1, 5), torch.arange(5, 9)])
     with pytest.raises(PackingError, match=r"query, key and value of different dtypes: torch.float32, torch.float32"):
         model(**batch)

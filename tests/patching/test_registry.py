@@ -10,9 +10,19 @@ import torch
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 import trl_packfa
-from trl_packfa import Patch, describe, patch, register_patch, registered_patches, unpatch
+from trl_packfa import describe, patch, register_patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
+from trl_packfa.patches.base import (
+    AttentionPatch,
+    FunctionPatch,
+    GroupsPatch,
+    Instead,
+    InterfacePatch,
+    ModulePatch,
+    RebatchPatch,
+    StackPatch,
+)
 from trl_packfa.patching.apply import PatchOptions, apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch
 
@@ -46,20 +56,22 @@ def test_unknown_backend_changes_nothing():
 
 
 def test_duplicates_raise_and_name_both(fresh_registry):
-    theirs = Patch(model_types=("llama",), backbone="X", attention={}, origin="other_package")
+    theirs = InterfacePatch(model_types=("llama",), backbone="X", origin="other_package")
     with pytest.raises(InvalidConfig, match=r"'llama'(.|\n)*one from trl_packfa(.|\n)*one from other_package"):
         register_patch(theirs)
 
 
 def test_register_for_this_process(fresh_registry):
-    register_patch(Patch(model_types=("new",), backbone="X", attention={}))
+    register_patch(InterfacePatch(model_types=("new",), backbone="X"))
     assert "new" in registered_patches()
 
 
 def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
     llama = registered_patches()["llama"]
-    register_patch(Patch(model_types=("other",), backbone="OtherModel", attention=llama.attention))
-    register_patch(Patch(model_types=("fewer",), backbone="LlamaModel", attention={"OtherAttention": lambda *_: None}))
+    register_patch(AttentionPatch(model_types=("other",), backbone="OtherModel", attention=llama.attention))
+    register_patch(
+        AttentionPatch(model_types=("fewer",), backbone="LlamaModel", attention={"OtherAttention": lambda *_: None})
+    )
     model = tiny.model()
     for model_type, message in (("other", "expects one OtherModel, found 0"), ("fewer", "4 layers, but 0 attention")):
         model.config.model_type = model_type
@@ -118,10 +130,10 @@ my_llama = "my_patches:PATCH"
 py-modules = ["my_patches"]
 """,
     "my_patches.py": """
-from trl_packfa import Patch
+from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.llama import rotary_qkv
-PATCH = Patch(model_types=("my_llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv},
-              origin="my_patches")
+PATCH = AttentionPatch(model_types=("my_llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv},
+                       origin="my_patches")
 """,
 }
 
@@ -159,28 +171,33 @@ def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
         patch(small_model("reformer"))
 
 
-def qkv(module, hidden_states, position_embeddings):
-    raise AssertionError("declared, never called")
+@pytest.mark.parametrize("model_types", [(), "llama"])
+def test_a_patch_for_no_type_is_refused(model_types):
+    with pytest.raises(InvalidConfig, match=r"InterfacePatch with model_types=.* serves nothing"):
+        InterfacePatch(model_types=model_types)
 
 
-@pytest.mark.parametrize(("declared", "message"), [
-    ({"model_types": ()}, "serves nothing"),
-    ({"model_types": "llama"}, "model_types='llama' serves nothing"),
-    ({"rebatch": True, "attention": {"A": qkv}}, r"effect \(attention\): rebatch=True runs"),
-    ({"rebatch": True, "mixers": ("M",), "beside": ("B",)}, r"effect \(beside, mixers\): rebatch=True runs"),
-    ({"attention": {"A": qkv}, "functions": {"A": "_attn"}}, r"effect \(functions\): 'attention' replaces"),
-    ({"attention": {"A": qkv}, "window": len}, r"effect \(window\): 'attention' replaces"),
-    ({"output": "out_proj"}, r"effect \(output\): they are read only together with 'attention'"),
-    ({"arguments": len}, r"effect \(arguments\): .* with 'attention' or 'functions'"),
-    ({"serves": bool}, "one of 'serves' and 'otherwise'"),
-    ({"mixers": ("M",), "masked_mixers": ("M",)}, "names M twice"),
-])  # fmt: skip
-def test_a_patch_that_contradicts_itself_is_refused(declared, message):
-    with pytest.raises(InvalidConfig, match=message):
-        Patch(**{"model_types": ("mine",), **declared})
+def test_a_patch_that_names_a_class_twice_is_refused():
+    with pytest.raises(InvalidConfig, match="names M twice"):
+        ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("M",))
+    ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)
 
 
-def test_one_that_says_each_thing_once_is_taken():
-    plain = Patch(model_types=("mine",), rebatch=True)
-    Patch(model_types=("mine",), attention={"A": qkv}, output="out", arguments=len, serves=bool, otherwise=plain)
-    Patch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)
+@pytest.mark.parametrize("kind", [InterfacePatch, RebatchPatch, StackPatch, GroupsPatch, FunctionPatch])
+@pytest.mark.parametrize("field", [{"mixers": ("M",)}, {"makes_mask": True}, {"output": "out_proj"}, {"bias": len}])
+def test_a_patch_takes_no_field_that_its_level_never_reads(kind, field):
+    own = {"functions": {"A": "_attn"}, "arguments": len} if kind is FunctionPatch else {}
+    kind(model_types=("mine",), **own)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        kind(model_types=("mine",), **own, **field)
+
+
+def test_a_model_whose_config_another_patch_is_for_gets_that_patch(fresh_registry):
+    other = RebatchPatch(model_types=("mine",))
+    mine = InterfacePatch(model_types=("mine",), instead=Instead(lambda config: config.hidden_act == "gelu", other))
+    register_patch(mine)
+    model = tiny.model()
+    model.config.model_type = "mine"
+    assert get_patch(model) is mine
+    model.config.hidden_act = "gelu"
+    assert get_patch(model) is other

@@ -12,10 +12,11 @@ from tolerance import assert_float32
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_packfa import PackedLayout, Patch, api, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, api, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patches import measured, registry
+from trl_packfa.patches.base import ModulePatch, RebatchPatch
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 from trl_packfa.patching.mixers import MixerOverride
 
@@ -265,7 +266,7 @@ def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, 
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
     x = torch.randn(1, 15, 4)
     exact = torch.cat([module(document[None])[0] for document in layout.split(x)])[None]
-    module.forward = MixerOverride(module, Patch(model_types=("decay",), mixers=("Decay",)), known)
+    module.forward = MixerOverride(module, ModulePatch(model_types=("decay",), mixers=("Decay",)), known)
     mixer.used = False
     for _ in range(2):
         with packed_call(layout):
@@ -297,7 +298,7 @@ def test_a_real_mixer_uses_an_installed_kernel_that_honours_boundaries(monkeypat
 
 
 def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
-    wrong = Patch(model_types=("never_heard_of",), rebatch=True, origin="somebody")
+    wrong = RebatchPatch(model_types=("never_heard_of",), origin="somebody")
     monkeypatch.setitem(registry._table(), "never_heard_of", wrong)
     assert "patch from somebody" in describe(patch(unknown_model()))
     with pytest.raises(ContaminationError):

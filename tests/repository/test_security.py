@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from training import arguments, packed_trainer
 
-from trl_packfa import Patch
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.packing import PackingReport
 from trl_packfa.patches import registry
+from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.trainers.common.packed_run import PackedRun
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def install(monkeypatch):
         class Foreign(EntryPoint):
             def load(self):
                 load()
-                return Patch(model_types=(model_type,), origin="foreign_package")
+                return InterfacePatch(model_types=(model_type,), origin="foreign_package")
 
         entry_point = Foreign(name="foreign", value="foreign_package:PATCH", group=registry.ENTRY_POINT_GROUP)
         monkeypatch.setattr(registry, "entry_points", lambda group: [entry_point])

@@ -142,7 +142,7 @@ def weights_read_directly(model_type):
 def test_layers_that_mamba_kernels_read_are_known():
     """`READ_DIRECTLY` against transformers' own code."""
     hybrids = [name for name in registered_patches() if importlib.util.find_spec(f"transformers.models.{name}")]
-    mixers = {name: " ".join(registered_patches()[name].mixers).lower() for name in hybrids}
+    mixers = {name: " ".join(registered_patches()[name].run_by_document).lower() for name in hybrids}
     found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers[name]}
     assert {name: set(read) for name, read in READ_DIRECTLY.items()} == {n: read for n, read in found.items() if read}
 

@@ -11,8 +11,9 @@ from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_gradients, assert_low_precision, differs
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from trl_packfa import PackedLayout, Patch, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
+from trl_packfa.patches.base import InterfacePatch, RebatchPatch
 from trl_packfa.patches.measured import fingerprint, results
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.versions import installed_version
@@ -163,7 +164,7 @@ def test_a_window_that_only_the_mask_knows_is_refused():
     config = PhimoeConfig(vocab_size=97, num_hidden_layers=1, num_local_experts=2, sliding_window=4, **sizes)
     model = PhimoeForCausalLM(config)
     with pytest.raises(UnsupportedModel, match="limits attention to 4 tokens through its mask alone"):
-        apply_patch(model, Patch(model_types=("phimoe",)))
+        apply_patch(model, InterfacePatch(model_types=("phimoe",)))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -206,13 +207,13 @@ def test_generation_and_its_cache_are_untouched(model_type):
 def test_what_is_not_causal_under_padding_is_not_called_exact():
     """cpmant puts prompt tokens before the row: padding changes it, which is no rounding noise."""
     model = small_model("cpmant")
-    apply_patch(model, Patch(model_types=("cpmant",), rebatch=True))
+    apply_patch(model, RebatchPatch(model_types=("cpmant",)))
     assert check(model).verdict == "differs"
 
 
 def test_a_stateful_mixer_beside_the_attention_fails_the_check():
     """The interface reaches attention only; what else mixes tokens is caught by the check, not trained."""
     model = small_model("minimax")
-    apply_patch(model, Patch(model_types=("minimax",)))
+    apply_patch(model, InterfacePatch(model_types=("minimax",)))
     report = check(model)
     assert report.verdict == "leak" and report["isolation"].where

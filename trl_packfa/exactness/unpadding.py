@@ -113,7 +113,7 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> dict[str, Any]:
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
     # Pooling that reads the first column reads a pad in rows padded on the left.
-    takes_left = not subject.state.patch.encoder or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
+    takes_left = subject.state.patch.level != "stack" or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
     sides = sides if takes_left else sides[:1]
     rows = probe.rows(left=takes_left)
     call = probe.batch(rows)

@@ -22,7 +22,16 @@ from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on
 from ..kernels.lm_head.labelled import LabelledHead, trl_options
 from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
 from ..kernels.rotary import PlainRotation
-from ..patches.base import Patch
+from ..patches.base import (
+    AttentionPatch,
+    EncoderPatch,
+    FunctionPatch,
+    GroupsPatch,
+    InterfacePatch,
+    Patch,
+    RebatchPatch,
+    StackPatch,
+)
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
 from ..runtime.override import Override
@@ -63,7 +72,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     options = options or PatchOptions()
     require_registered()
     backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
-    if patch.rebatch and options.backend != "auto":
+    if isinstance(patch, RebatchPatch) and options.backend != "auto":
         raise NoBackend(
             f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
             "rebatch).",
@@ -84,7 +93,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
         by_row = ARGUMENTS if parts.takes_images and cross_attention_of(parts.backbone) else frozenset()
         state.unpadding = Unpadding(parts.stack, sharing, generates=not parts.padded_only, runs_by_row=by_row)
     for module in (parts.backbone, *parts.mixers.values()):
-        require_in_packed_rows(module, by_document=patch.rebatch or module is not parts.backbone)
+        require_in_packed_rows(module, by_document=isinstance(patch, RebatchPatch) or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state) + _plan_masks(inner, state)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
@@ -92,7 +101,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if forward_takes(inner, SPANS[0]):
         before = next((override for override in reversed(overrides) if override.module is inner), None)
         overrides.append(SpanLossOverride(inner, state.unpadding, before))
-    if not (patch.encoder or patch.by_length):
+    if not isinstance(patch, EncoderPatch):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]
     setattr(parts.backbone, SLOT, state)
@@ -103,7 +112,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
 
 def _sharing(state: PatchState) -> Sharing:
     backbone, refusal = state.parts.backbone, state.needs_whole_documents
-    if state.patch.encoder or state.patch.by_length:
+    if isinstance(state.patch, EncoderPatch):
         refusal = "its tokens see the tokens after them"
     elif refusal is None and any(map(depends_on_length, backbone.modules())):
         refusal = "the rotary embedding's frequencies depend on the length of a document"
@@ -165,20 +174,23 @@ def _plan_attention(state: PatchState) -> list[Edit]:
     planned: list[Edit] = []
     module: Any  # torch types `module.config` as a tensor or a module
     for module in state.parts.attention.values():
-        if qkv := _of_class(patch.attention, module):
+        if isinstance(patch, AttentionPatch):
+            qkv = _of_class(patch.attention, module)
             qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
             planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
-        elif function := _of_class(patch.functions, module):
+        elif isinstance(patch, FunctionPatch):
+            function = _of_class(patch.functions, module)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
-            by_mask = state.parts.takes_images or patch.encoder
-            options = InterfaceOptions(backends, patch.window, by_mask)
-            planned.append((module, "config", interface_config(module.config, options)))
+            by_mask = state.parts.takes_images or isinstance(patch, StackPatch)
+            window = patch.window if isinstance(patch, InterfacePatch) else None
+            config = interface_config(module.config, InterfaceOptions(backends, window, by_mask))
+            planned.append((module, "config", config))
     return planned
 
 
-def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value | None:
-    return next((table[name] for name in class_names(module) if name in table), None)
+def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value:
+    return next(table[name] for name in class_names(module) if name in table)
 
 
 def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
@@ -188,7 +200,7 @@ def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
     """
     backbone: Any = state.parts.backbone
     planned: list[Edit] = []
-    if state.patch.makes_mask or state.patch.encoder:
+    if state.patch.makes_mask:
         planned.append((backbone, "config", interface_config(backbone.config)))
     if state.unpadding is None or not state.parts.takes_images:
         return planned
@@ -201,13 +213,15 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
     """Return the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
     patch, unpadding, parts = state.patch, state.unpadding, state.parts
     backbone = parts.backbone
-    if patch.by_length:
+    if isinstance(patch, GroupsPatch):
         assert unpadding is not None
         return [LengthGroupsOverride(backbone, unpadding)]
-    if patch.encoder and parts.stack is not backbone:
+    if isinstance(patch, StackPatch) and parts.stack is not backbone:
         assert unpadding is not None
         return [EncoderOverride(backbone, unpadding), StackOverride(parts.stack, unpadding)]
-    overrides: list[Override] = [(RebatchOverride if patch.rebatch else BackboneOverride)(backbone, state)]
+    overrides: list[Override] = [
+        (RebatchOverride if isinstance(patch, RebatchPatch) else BackboneOverride)(backbone, state)
+    ]
     head = None
     options = trl_options(inner) if unpadding is not None else None
     # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
@@ -215,7 +229,7 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
         overrides.append(head := LabelledHead(inner, options))
     # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
-    told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
+    told = isinstance(patch, (AttentionPatch, InterfacePatch)) and not patch.run_by_document
     if parts.takes_images:
         overrides.append(CompositeOverride(inner, state, head))
     elif inner is not backbone and (patch.makes_mask or not told):
@@ -226,11 +240,12 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
 def _plan_inside(state: PatchState) -> list[Override]:
     """Return the overrides of modules inside the backbone, other than attention."""
     backbone, mixers = state.parts.backbone, state.parts.mixers
-    if state.patch.rebatch or state.patch.by_length:
+    if isinstance(state.patch, (RebatchPatch, GroupsPatch)):
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module) for module in rotary]
-    overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
+    if isinstance(state.patch, InterfacePatch):
+        overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
     overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
     fused, by_liger = state.options.fused_lora, state.options.fused_kernels
     when_packed = lora_overrides(backbone, fused=fused, by_liger=by_liger, invocations=state.invocations)
@@ -242,7 +257,7 @@ def _plan_inside(state: PatchState) -> list[Override]:
         when_packed += [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:
+    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer) for layer in layers]
     return overrides + when_packed

@@ -22,7 +22,7 @@ from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask,
 from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
-from ..patches.base import QKV, Heads, Patch
+from ..patches.base import QKV, AttentionPatch, FunctionPatch, Heads, InterfacePatch, RebatchPatch, StackPatch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.neftune import noise_of_padded_rows
@@ -82,14 +82,16 @@ class BackboneOverride(_PackedForward):
 
     def __init__(self, module: nn.Module, state: PatchState) -> None:
         patch = state.patch
-        self.encoder, self.makes_mask = patch.encoder, patch.makes_mask or patch.encoder
+        self.encoder, self.makes_mask = isinstance(patch, StackPatch), patch.makes_mask
+        by_document = isinstance(patch, RebatchPatch)
         # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
         # from 0. Other positions of the caller would be ignored, so they are refused.
-        own_positions = bool(patch.rebatch or patch.beside or any(map(depends_on_length, module.modules())))
+        beside = isinstance(patch, InterfacePatch) and patch.beside
+        own_positions = bool(by_document or beside or any(map(depends_on_length, module.modules())))
         super().__init__(module, state, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
         # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
-        self.takes_token_types = patch.rebatch or _embeds_token_types(module)
+        self.takes_token_types = by_document or _embeds_token_types(module)
         self._looked = False
 
     @around_graphs
@@ -179,7 +181,7 @@ class BackboneOverride(_PackedForward):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if self.state.patch.rebatch or self.state.patch.functions or self.state.parts.mixers:
+        if isinstance(self.state.patch, (RebatchPatch, FunctionPatch)) or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",
@@ -340,7 +342,7 @@ class CompositeOverride(CausalLMOverride):
 class AttentionOverride(Override):
     """Forward of one layer's attention on `(T, N, H)`: without transposes, mask or key/value expansion."""
 
-    def __init__(self, module: nn.Module, patch: Patch, qkv: QKV, backends: BackendChoice) -> None:
+    def __init__(self, module: nn.Module, patch: AttentionPatch, qkv: QKV, backends: BackendChoice) -> None:
         super().__init__(module)
         self.patch, self.qkv, self.backends = patch, qkv, backends
 

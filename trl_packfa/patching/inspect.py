@@ -18,7 +18,17 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModel
-from ..patches.base import Patch
+from ..patches.base import (
+    AttentionPatch,
+    EncoderPatch,
+    FunctionPatch,
+    GroupsPatch,
+    InterfacePatch,
+    ModulePatch,
+    Patch,
+    RebatchPatch,
+    StackPatch,
+)
 from ..patches.registry import get_patch_for_type
 from ..runtime.zero3 import whole_shape
 
@@ -45,16 +55,16 @@ def find_parts(model: nn.Module, patch: Patch, *, by_name: bool = False) -> Mode
     window through their mask alone.
     """
     inner, backbone = inner_model(model), find_backbone(model, patch)
-    takes_images = backbone is text_decoder(model)
-    attention = _find_attention(backbone, patch, by_mask=not by_name and (takes_images or patch.encoder))
+    takes_images, is_stack = backbone is text_decoder(model), isinstance(patch, StackPatch)
+    attention = _find_attention(backbone, patch, by_mask=not by_name and (takes_images or is_stack))
     return ModelParts(
         backbone,
         attention,
         _windows_of(patch, backbone, attention),
-        _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside)),
-        _find_stack(backbone, attention) if patch.encoder else backbone,
+        _find_by_class(backbone, patch.run_by_document),
+        _find_stack(backbone, attention) if is_stack else backbone,
         takes_images,
-        padded_only=patch.encoder or patch.by_length or inner.get_output_embeddings() is None,
+        padded_only=isinstance(patch, EncoderPatch) or inner.get_output_embeddings() is None,
     )
 
 
@@ -127,9 +137,8 @@ def get_patch(model: nn.Module) -> Patch:
     """
     patch = get_patch_for_type(model_type(model))
     # One type may need two patches: Falcon has rotary models and ALiBi models.
-    while patch.serves is not None and not patch.serves(model_config(model)):
-        assert patch.otherwise is not None, "a patch sets both or none"
-        patch = patch.otherwise
+    while patch.instead is not None and patch.instead.applies(model_config(model)):
+        patch = patch.instead.patch
     return patch
 
 
@@ -138,7 +147,7 @@ def get_decoder_patch(decoder: nn.Module) -> Patch:
     try:
         found = get_patch(decoder)
     except UnsupportedModel:
-        found = Patch(model_types=(model_type(decoder),))
+        found = InterfacePatch(model_types=(model_type(decoder),))
     return replace(found, backbone=type(decoder).__name__)
 
 
@@ -238,11 +247,11 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
 
 def _find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool) -> dict[str, nn.Module]:
     """Return the attention modules by name, all of them causal unless the model's mask decides that (`by_mask`)."""
-    if patch.rebatch or patch.by_length:
+    if isinstance(patch, (RebatchPatch, GroupsPatch)):
         return {}
-    if patch.functions:
+    if isinstance(patch, FunctionPatch):
         return _find_by_class(backbone, patch.functions)
-    found = _find_rewritten(backbone, patch) if patch.attention else _find_interface(backbone, patch)
+    found = _find_rewritten(backbone, patch) if isinstance(patch, AttentionPatch) else _find_interface(backbone, patch)
     for name, module in found.items():
         if not by_mask and not is_causal(module):
             raise UnsupportedModel(
@@ -259,7 +268,7 @@ def _find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.
     return {name: module for name, module in backbone.named_modules() if names.intersection(class_names(module))}
 
 
-def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
+def _find_rewritten(backbone: nn.Module, patch: AttentionPatch) -> dict[str, nn.Module]:
     """Return the attention modules that the patch rewrites: one for each layer."""
     attention = _find_by_class(backbone, patch.attention)
     layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
@@ -276,10 +285,11 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """Return the modules that compute attention through transformers' interface: at least one."""
     # In a model with images only the text decoder: encoders attend in both directions, outside of the packed row.
     decoder: Any = getattr(backbone, "language_model", backbone)
-    found = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
+    mixes = isinstance(patch, ModulePatch)
+    found = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers) if mixes else ())
     # Modules that run document by document keep the model's own attention inside them.
     inside = [id(module) for mixer in found.values() for module in mixer.modules()]
-    over_layers = _find_by_class(decoder, patch.over_layers)
+    over_layers = _find_by_class(decoder, patch.over_layers if mixes else ())
     attention = {
         name: module
         for name, module in decoder.named_modules()
@@ -319,11 +329,11 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
 
     Raise [`UnsupportedModel`] if a window reaches the attention through the mask alone.
     """
-    if patch.rebatch:
+    if isinstance(patch, RebatchPatch):
         return ()
-    if patch.attention or patch.functions:
+    if isinstance(patch, (AttentionPatch, FunctionPatch)):
         return tuple(patch.arguments(module).sliding_window for module in attention.values())
-    if patch.window is not None:
+    if isinstance(patch, InterfacePatch) and patch.window is not None:
         return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()

@@ -19,7 +19,7 @@ from torch import nn
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
 from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
-from ..patches.base import Patch
+from ..patches.base import InterfacePatch, ModulePatch
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import NamedOverride, Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
@@ -87,11 +87,14 @@ class LayerOverride(Override):
 class MixerOverride(NamedOverride):
     """Forward of a module that mixes tokens: by own kernels if they provably honour boundaries, else by document."""
 
-    def __init__(self, module: nn.Module, patch: Patch, native: dict[tuple[type, bool], tuple[str, ...]]) -> None:
+    def __init__(
+        self, module: nn.Module, patch: InterfacePatch, native: dict[tuple[type, bool], tuple[str, ...]]
+    ) -> None:
         super().__init__(module)
         classes, config = set(class_names(module)), getattr(module, "config", None)
         self.native, self.beside = native, not classes.isdisjoint(patch.beside)
-        self.masked = self.beside or not classes.isdisjoint(patch.masked_mixers)
+        masked = patch.masked_mixers if isinstance(patch, ModulePatch) else ()
+        self.masked = self.beside or not classes.isdisjoint(masked)
         # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
         self.window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
         self.takes_shape = "input_ids_shape" in self.names  # a table of positions that takes position ids or a shape

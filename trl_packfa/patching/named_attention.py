@@ -28,6 +28,7 @@ from ..layout import PackedLayout
 from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
 from ..layout.call_context import KEYWORD, PackedCall, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
+from ..patches.base import InterfacePatch
 from ..runtime.compile import outside_of_graphs
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS
 from .inspect import is_causal
@@ -53,7 +54,7 @@ def attend_by_name(
     patch = served_patch(module.config.model_type) if causal else None
     layout = _layout_of(query, key.shape[2], attention_mask, options)
     arguments = read_options(query, options)
-    if patch is not None and patch.window is not None:
+    if isinstance(patch, InterfacePatch) and patch.window is not None:
         arguments = replace(arguments, sliding_window=patch.window(module))
     if layout is None:
         rest = {name: option for name, option in options.items() if name not in (*BOUNDARIES, *READ)}

@@ -19,7 +19,7 @@ from ..attention import BackendChoice
 from ..errors import PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
-from ..patches.base import Patch
+from ..patches.base import AttentionPatch, FunctionPatch, InterfacePatch, Patch, RebatchPatch
 from ..patches.registry import find_patch_for_type
 from .inspect import find_parts, inner_model, model_type
 from .rotary import LENGTH_DEPENDENT
@@ -67,13 +67,13 @@ def _why_not_served(name: str, patch: Patch) -> str | None:
     """Return why a type is not served; `None` if its patch changes only attention, through transformers' interface."""
     if name in _NOT_BY_NAME:
         return _NOT_BY_NAME[name]
-    if patch.level == "rebatch":
+    if isinstance(patch, RebatchPatch):
         return "its documents must run one by one: it mixes tokens in ways that no single module contains"
-    if patch.mixers or patch.masked_mixers:
+    if patch.level == "module":
         return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"
-    if patch.beside:
+    if patch.run_by_document:
         return "not only its attention needs the boundaries: it counts positions itself, or has indexers"
-    own = patch.functions or patch.makes_mask or patch.bias or patch.level not in ("attention", "interface")
+    own = isinstance(patch, FunctionPatch) or (isinstance(patch, AttentionPatch) and (patch.makes_mask or patch.bias))
     # A third party's patch is in no table of ours.
     return _OWN_ATTENTION if own or patch.origin != "trl_packfa" else None
 
@@ -101,7 +101,8 @@ def named_state(model: nn.Module) -> PatchState:
     """
     config: Any = inner_model(model).config
     patch = served_patch(config.get_text_config().model_type)
-    asked = Patch(model_types=(model_type(model),), window=patch.window)
+    window = patch.window if isinstance(patch, InterfacePatch) else None
+    asked = InterfacePatch(model_types=(model_type(model),), window=window)
     parts = find_parts(model, asked, by_name=True)
     return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, parts)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention import BackendChoice
 from ..errors import UnsupportedModel
-from ..patches.base import Patch
+from ..patches.base import AttentionPatch, Patch, RebatchPatch
 from .inspect import ModelParts
 from .unpadding import Unpadding
 
@@ -83,7 +83,7 @@ class PatchState:
     @property
     def needs_whole_documents(self) -> str | None:
         """Reason why modules beside attention need the tokens of whole documents, `None` if they do not."""
-        if self.patch.rebatch:
+        if isinstance(self.patch, RebatchPatch):
             return "the backbone runs document by document"
         if names := sorted({type(module).__name__ for module in self.parts.mixers.values()}):
             return f"documents run one by one in {', '.join(names)}"
@@ -92,7 +92,7 @@ class PatchState:
     def require_shareable(self, model: nn.Module, size: int) -> None:
         """Raise [`UnsupportedModel`] with the reason if `size` processes cannot share a row of this model."""
         refusal = self.needs_whole_documents
-        if self.patch.bias is not None:
+        if isinstance(self.patch, AttentionPatch) and self.patch.bias is not None:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"
         if refusal is not None:
             raise UnsupportedModel(
