@@ -231,5 +231,8 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     layout = starts_in_rule(rule, shape, device)
     if layout is not None:
         return empty_mask(PackedCall(layout), torch.device(device), dtype=torch.bool)
+    if not may_skip and padding is not None:
+        # Under a mask of ones transformers ignores positions. The model that asks may be one around the decoder.
+        served_patch(options["config"].model_type.removesuffix("_text"))
     # Some models always need a mask, and get one. In a graph transformers always asks for one, so that tells nothing.
     return None if may_skip or traced else sdpa_mask(**options)
