@@ -218,7 +218,7 @@ def run(
         "norms": [entry["grad_norm"] for entry in logs],
         "accuracy": [entry.get("mean_token_accuracy") for entry in logs],
         "flos": trainer.state.total_flos,
-        "sharded_row": proof and proof["shared row"].difference,
+        "sharded_row": proof["shared row"].difference if proof and "shared row" in proof else None,
         "tokens": [entry["num_tokens"] for entry in logs],
         "trained": sum(gather_object([sum(trained)])),
         "verdict": proof.verdict if proof else "padded",
