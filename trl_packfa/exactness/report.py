@@ -54,7 +54,8 @@ class Report:
     def with_rows(self, rows: Iterable[Comparison]) -> Any:
         """Return the report with more comparisons; of a kind that it has, the new one."""
         new = {row.kind: row for row in rows}
-        return replace(self, rows=(*(row for row in self.rows if row.kind not in new), *new.values()))
+        kept = [new.pop(row.kind, row) for row in self.rows]
+        return replace(self, rows=(*kept, *new.values()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON, with the verdict."""
