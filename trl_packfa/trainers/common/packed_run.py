@@ -18,12 +18,17 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from filelock import FileLock, Timeout
+from peft import PeftModel
+from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import PreTrainedModel
 
+from ...api import unpatch
 from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
+from ...patching.apply import find_state, restore_patch
 from ...runtime.override import set_inside
 from .card import add_section, name_base, packing_section
 from .checkpoint_files import (
@@ -92,6 +97,26 @@ class PackedRun(Base):
     _packs: bool
     _identity: Any
     _cutter: Any = None
+
+    @contextmanager
+    def _given_back(self, model: Any) -> Iterator[None]:
+        """Leave a model that a caller gave as it was if the run is refused in a `with` block, once it is built."""
+        own = model if isinstance(model, nn.Module) else nn.Module()
+        trained, before, given = [(p, p.requires_grad) for p in own.parameters()], find_state(own), dict(vars(self))
+        try:
+            yield
+        except PackingError:
+            for name, held in vars(self).items():
+                parts = held.modules() if name not in given and isinstance(held, nn.Module) else ()
+                if any(isinstance(part, PreTrainedModel) for part in parts):
+                    unpatch(held)
+            built = vars(self).get("model")
+            if own is model and isinstance(built, PeftModel) and built is not model:
+                built.unload()
+            restore_patch(own, before)
+            for parameter, trains in trained:
+                parameter.requires_grad_(trains)
+            raise
 
     def _tell_padded(self, refusal: PackingError) -> None:
         """Say why a run that did not ask for packing is padded."""

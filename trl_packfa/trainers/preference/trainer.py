@@ -75,7 +75,8 @@ class PackedPreference(RecutSteps):
             self._tell_padded(refusal)
             return self._construct_padded(given)
         require((*PACKAGES, *TEXTS), run(settled))
-        self._construct(given, settled)
+        with self._given_back(given["model"]):
+            self._construct(given, settled)
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""

@@ -148,7 +148,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         given |= usable(train_dataset, eval_dataset, settled, formatted=formatting_func is not None)
         if refusal is not None:
             self._tell_padded(refusal)
-        self._construct(model, settled, asked=args, **given)
+        with self._given_back(model):
+            self._construct(model, settled, asked=args, **given)
         if on_images is not None:
             self.run_images_without_pads(on_images, own_collator=data_collator is not None)
 
