@@ -6,6 +6,7 @@ A run's loss is the one that the model itself computes from labels. That of embe
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,7 +60,8 @@ def off_by(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
     try:
         return rounded(run())
     except Exception as error:  # whatever the model's code, the trainer or the patch raises
-        return {"raises": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:200]}"}
+        said = re.sub(r"'/[^']*'", "a folder", (str(error).strip() or "-").splitlines()[0])
+        return {"raises": f"{type(error).__name__}: {said[:120]}"}
 
 
 def trains_as_padded(found: Mapping[str, Any]) -> bool:
