@@ -114,7 +114,8 @@ class AttentionRequest(NamedTuple):
             bias=call.bias is not None,
             value_dim=None if value.shape[-1] == query.shape[-1] else value.shape[-1],
             causal=call.layout.causal,
-            exceeds_int32=_exceeds_int32(query, key, value, call.layout),
+            # Not in graphs, where sizes are no constants: [`BackendChoice`] asks there if its backend has the limit.
+            exceeds_int32=not torch.compiler.is_compiling() and exceeds_int32(query, key, value, call.layout),
         )
 
     def describe(self) -> str:
@@ -134,7 +135,7 @@ _PADDED_TOKENS_PER_DOCUMENT = 128
 _MAX_ELEMENTS = 2**31
 
 
-def _exceeds_int32(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout) -> bool:
+def exceeds_int32(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout) -> bool:
     """Tell whether FlashAttention 2's gradients would be wrong for so large a batch, without an error."""
     if not query.requires_grad:
         return False

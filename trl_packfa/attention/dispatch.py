@@ -10,7 +10,7 @@ from ..errors import NoBackend, PackingError
 from ..layout import PackedLayout
 from ..runtime.compile import constant_in_graphs, outside_of_graphs
 from .backends import BACKENDS, get_backend
-from .base import AttentionArguments, AttentionCall, AttentionRequest
+from .base import AttentionArguments, AttentionCall, AttentionRequest, exceeds_int32
 from .capabilities import AttentionBackend
 from .custom_op import attend_in_graph
 from .exchange import attend_sharded
@@ -92,6 +92,8 @@ class BackendChoice:
         call, (query, key, value) = arguments.on(layout.attention), qkv
         request, in_graph = AttentionRequest.of(query, key, value, call), torch.compiler.is_compiling()
         backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
+        if in_graph and not backend.capabilities.any_size and exceeds_int32(query, key, value, call.layout):
+            backend = get_backend(_name_in_graphs(self.name, *request._replace(exceeds_int32=True)))
         is_traceable = in_graph and _is_traceable(backend.name, query.device)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:

@@ -104,5 +104,6 @@ def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout 
     layout = find_call(args, kwargs).layout
     if layout is None:
         return None
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return layout.to(tensors[0].device) if tensors else layout
+    # No further than that: a graph gets a guard on each value that is looked at.
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    return layout if first is None else layout.to(first.device)
