@@ -38,7 +38,8 @@ def compare_padded_batch(
     """
     chosen = _choose(rows)
     with quiet(backbone, training=True):
-        together = states_of(backbone(**call))
+        # Not the module, whose hooks belong to the run: one may keep only the labelled positions for the LM head.
+        together = states_of(backbone.forward(**call))
         alone = [_alone(forward, call, rows, i) for i in chosen]
         with last_places_off(backbone):
             rounded = [_alone(forward, call, rows, i) for i in chosen]

@@ -84,8 +84,8 @@ def check(
             Called with the name of the next measurement and the share of the work that is done.
 
     Raises:
-        [`UnsupportedModel`]: if the model is of neither kind, or its type is not served by name, or its weights are
-            split without ZeRO-3's engine.
+        [`UnsupportedModel`]: if the model is of neither kind, or its type is not served by name, if it gets padded
+            batches only, or if its weights are split without ZeRO-3's engine.
     """
     state, collator = find_state(model), collator or DataCollatorForPacking()
     if state is None and not runs_by_name(model):
@@ -94,6 +94,12 @@ def check(
             do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
         )
     state = named_state(model) if state is None else state
+    if state.parts.padded_only:
+        raise UnsupportedModel(
+            f"{type(model).__name__} gets padded batches only.",
+            why=["the check of packed rows compares logits of an LM head"],
+            do="patch(model, unpad=True) has checked it; describe(model) shows the result.",
+        )
     if isinstance(model, DistributedDataParallel):
         model = model.module  # it is the same on every rank, and gradients need not be shared here
     started = time.perf_counter()

@@ -42,7 +42,7 @@ def describe(model: nn.Module) -> str:
         lines.append(f"padded batches: computed without padding, {state.unpadding_report}")
         if (sharing := state.unpadding.sharing) is not None:
             why = f"not used, rows are computed separately: {sharing.refusal}"
-            how = why if sharing.refusal else f"computed once, {state.unpadding_report['sharing']}"
+            how = why if sharing.refusal else f"computed once, exact: {state.unpadding_report['sharing']}"
             lines.append(f"shared prefixes: {how}")
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
