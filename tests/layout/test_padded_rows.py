@@ -40,6 +40,23 @@ def test_arguments_and_outputs_of_every_kind():
     assert torch.equal(logits.view(*rows.shape, 6)[batch["attention_mask"].bool()], routed)
 
 
+@pytest.mark.parametrize(
+    "names", [("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features")]
+)
+def test_a_row_by_itself_has_the_features_of_its_own_image_tokens(names):
+    """Lists of them by layer, and dictionaries (Granite 4 Vision)."""
+    rows, place = rows_of_lengths([3, 2], 4, left=False), torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    features = torch.arange(3.0)[:, None]
+    mask = place if names[0] == "visual_pos_masks" else place[..., None]
+    by_layer = [features, -features] if names[0] == "visual_pos_masks" else {0: features, 7: -features}
+    for row, expected in ((0, [0.0, 1.0]), (1, [2.0])):
+        own = rows.row_of_call({names[0]: mask, names[1]: by_layer}, row)
+        assert own[names[0]].sum() == len(expected)
+        found = own[names[1]]
+        first, second = found if isinstance(found, list) else (found[0], found[7])
+        assert first[:, 0].tolist() == expected and (-second[:, 0]).tolist() == expected
+
+
 def test_a_row_of_pads_alone_is_no_document():
     rows = PaddedRows.from_mask(torch.tensor([[0, 0, 0], [0, 1, 1]]))
     assert rows.lengths == (0, 2) and rows.layout(torch.device("cpu")).lengths == (2,) and rows.num_pads == 4

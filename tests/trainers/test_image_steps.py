@@ -99,7 +99,7 @@ def test_a_tower_that_mixes_images_is_found_before_the_first_update(tmp_path, ca
     model, processor = vision.family("llava")
     with caplog.at_level("INFO", logger="trl_packfa"):
         train(build(tmp_path, built=(model, processor), max_steps=1))
-    assert [r.message for r in caplog.records if "between the first re-cut micro-batch of" in r.message]
+    assert [r.message for r in caplog.records if "in the first re-cut micro-batch of" in r.message]
     look = model.model.vision_tower.forward
 
     def mixing(pixel_values, **options):

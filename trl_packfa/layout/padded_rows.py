@@ -17,6 +17,9 @@ from .packed import PackedLayout
 
 # Attribute of a mask whose rows are known.
 _KNOWN = "_trl_packfa_rows"
+# Arguments of text decoders with features of images for single layers, a list or dictionary by layer, and the mask of
+# their places before them: one feature for each, in the order of the rows (Qwen3-VL; Granite 4 Vision).
+_BY_IMAGE_TOKEN = (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features"))
 
 
 def remember(tensor: torch.Tensor, name: str, value: Any) -> None:
@@ -197,11 +200,14 @@ class PaddedRows:
                 own[name] = value[:, row : row + 1, part]
             elif name not in ("attention_mask", "position_ids"):
                 own[name] = value if axis is None else value[row : row + 1, part]
-        # Features of images for single layers, one for each place in the mask, in the order of the rows.
-        places, features = call.get("visual_pos_masks"), call.get("deepstack_visual_embeds")
-        if places is not None and features is not None:
-            before, count = int(places[:row].sum()), int(places[row].sum())
-            own["deepstack_visual_embeds"] = [feature[before : before + count] for feature in features]
+        for mask, name in _BY_IMAGE_TOKEN:
+            places, features = call.get(mask), call.get(name)
+            if places is not None and features is not None:
+                start = int(places[:row].sum())
+                mine = slice(start, start + int(places[row].sum()))
+                by_layer = features.items() if isinstance(features, dict) else enumerate(features)
+                sliced = {layer: feature[mine] for layer, feature in by_layer}
+                own[name] = sliced if isinstance(features, dict) else list(sliced.values())
         return own
 
     def put_back_outputs(self, outputs: Any) -> Any:
