@@ -23,7 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_packfa import check, describe
 from trl_packfa.attention import BACKENDS, get_backend
 from trl_packfa.bench.measuring import compiled_graphs
-from trl_packfa.kernels.lm_head.chunked import TrainedLogProbs, Transform
+from trl_packfa.kernels.lm_head.chunked import Transform
+from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
@@ -166,7 +167,7 @@ def test_a_frozen_head_in_two_products_is_trl_s(device, backend, dtype):
     for name, kind in {"trl": dtype, "oracle": torch.float64, "ours": dtype}.items():
         h = hidden.detach().to(kind).requires_grad_()
         if name == "ours":
-            log_probs = TrainedLogProbs.apply(h, weight, None, labels, Transform(), True)[0]
+            log_probs = FrozenLogProbs.apply(h, weight, None, labels, Transform(), True)[0]
         elif name == "trl":
             log_probs = ChunkedLogProbFunction.apply(h, weight, None, labels, 1.0, 512)[0]
         else:

@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "shared"))
 import pretended_liger
 from peft import LoraConfig, get_peft_model
 from pretended import on_any_device
-from pretended_head import pretend_kernels
 from pytest import MonkeyPatch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,8 +49,8 @@ from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import liger
-from trl_packfa.kernels.lm_head import chunked
-from trl_packfa.kernels.lm_head.chunked import TrainedHead
+from trl_packfa.kernels.lm_head import frozen
+from trl_packfa.kernels.lm_head.frozen import FrozenHead
 from trl_packfa.kernels.lora import layers, projections
 from trl_packfa.layout import from_call
 from trl_packfa.patching.inspect import inner_model
@@ -283,16 +282,11 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         fold = recorder.as_one(chunked_logprob._forward_tile, "fold", lambda a, r: a[0])
         slope = recorder.as_one(chunked_logprob._backward_tile, "slope", lambda a, r: (a[0], a[0]))
         product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], *a))
-        pretend_kernels(patched, fold=fold, slope=slope)
-        multiply = chunked.multiply
-
-        def multiply_on_cuda(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            if out.dtype == a.dtype:
-                multiply(a, b, out)
-            else:
-                product(out.zero_(), a, b)
-
-        patched.setattr(chunked, "multiply", multiply_on_cuda)
+        kernels = frozen.scoring_kernels()
+        assert kernels is not None
+        ours = kernels._replace(fold_in_torch=fold, slope_in_torch=slope, add_product=product)
+        patched.setattr(frozen, "scoring_kernels", lambda: ours)
+        patched.setattr(frozen, "can_be_frozen", lambda weight: True)
         for name, function in (("_forward_tile", fold), ("_backward_tile", slope), ("_addmm_fp32", product)):
             patched.setattr(chunked_logprob, name, function)
         patched.syspath_prepend(HERE / "stand_in")
@@ -371,7 +365,7 @@ def build(setting: Setting, fakes: FakeTensorMode) -> Any:
         _make_fake(model)
         if ours:
             inner: Any = inner_model(model)
-            inner.forward = TrainedHead(inner, inner.forward)
+            inner.forward = FrozenHead(inner, inner.forward)
             patch(model, backend="varlen")
     return model.train()
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 from rehearsal import SHARED_MEMORY, compile_launches
 
-from trl_packfa.kernels.lm_head.chunked import TrainedLogProbs, Transform
+from trl_packfa.kernels.lm_head import frozen
+from trl_packfa.kernels.lm_head.chunked import Transform
+from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 
 pytestmark = pytest.mark.gpu_rehearsal
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,9 +88,10 @@ def test_swiglu(features, dtype, arch, liger, compiled, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @ARCHES
 def test_the_frozen_head(transform, dtype, compiled, monkeypatch):
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.serves", lambda weight, bias: True)
+    kernels = frozen.scoring_kernels()
+    monkeypatch.setattr(frozen, "scoring_kernels", lambda: kernels._replace(uses_triton=lambda device: True))
     hidden, weight = torch.zeros(5, 64, dtype=dtype, requires_grad=True), torch.zeros(32_064, 64, dtype=dtype)
-    log_probs, *_ = TrainedLogProbs.apply(hidden, weight, None, torch.zeros(5, dtype=torch.long), transform, True)
+    log_probs, *_ = FrozenLogProbs.apply(hidden, weight, None, torch.zeros(5, dtype=torch.long), transform, True)
     log_probs.sum().backward()
     assert names(compiled) == {"_forward_kernel", "_backward_kernel"}
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa import patch, unpatch
+from trl_packfa.kernels.lm_head.labelled import trl_options
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -81,10 +82,10 @@ def test_less_is_multiplied():
     assert trl - flops() >= saved
 
 
-@pytest.mark.parametrize("options", [{}, {"fused_lm_head": True}], ids=str)
-def test_a_model_without_trls_head_runs_its_own_forward(options):
-    model = tiny.model().eval()
-    expected = model(**batch())
-    found = patch(model, unpad=True)(**batch(), **options)
-    assert_float32(found.loss, expected.loss.double())
-    assert found.logits.shape == expected.logits.shape
+def test_only_trls_head_is_replaced():
+    model = tiny.model()
+    assert trl_options(model) is None
+    add_fused_lm_head(model, temperature=0.5)
+    assert trl_options(model)["temperature"] == 0.5
+    patch(model)  # packing has a head of its own
+    assert trl_options(model)

@@ -1,29 +1,29 @@
-"""An LM head that scores trained positions only, in chunks, and that multiplies twice if it is frozen.
+"""The LM head on devices without a Triton kernel: only trained positions are scored, in chunks, once.
 
-TRL's head multiplies three times: for the logits, again for the logits in the backward, and for the gradient. With a
-frozen head, the gradient of the hidden states is linear in the gradient of each log-probability. So it is computed
-together with the logits and only scaled later. On devices without a Triton kernel TRL's head also scores every
-position, prompt tokens too. On CUDA and XPU it scores trained positions only, and is kept for heads that train.
+On these devices TRL's head scores every position, also prompt tokens. It multiplies with the head three times: for the
+logits, again for the logits in the backward, and for the gradient. With a frozen head, the gradient of the hidden
+states is linear in the gradient of each log-probability. So it is computed together with the logits and only scaled
+later. That takes two products of trained positions.
 
 Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary; n positions of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...runtime.autocast import HALF, autocast_dtype, outside_autocast
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import Override, forward_signature
 from ...runtime.zero3 import is_in_parts
-from .kernels import KernelTile, Transform, multiply, positions_per_tile, serves
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -50,17 +50,17 @@ def undo_head(module: Any) -> None:
         module.forward = head.original
 
 
-class TrainedHead(Head):
+class ScoringHead(Head):
     """A forward of a causal LM that scores labelled positions only in calls with `fused_lm_head=True`.
 
-    The replaced forward runs all other calls. It also runs where this one is not cheaper ([`is_cheaper`]), if the head
-    is sharded or quantized, or if experts' losses need router logits. Without `measures`, entropy and accuracy are
-    zeros.
+    The replaced forward runs all other calls. It also runs if the head is sharded or quantized, or if experts' losses
+    need router logits.
     """
 
-    def __init__(self, module: PreTrainedModel, original: Callable[..., Any]) -> None:
-        super().__init__(module, original)
-        self.transform, self.measures = Transform.of(module.config), True
+    # Maps hidden states `(P, D)`, weight, bias and labels `(P,)` to a score `(P,)` for each of `names`.
+    _scores: Callable[..., Any]
+    backbone = "base_model"  # the attribute of the causal LM that holds it
+    names: tuple[str, ...] = ("log_probs", "entropy", "is_top1")
 
     @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -71,9 +71,10 @@ class TrainedHead(Head):
             return self.call_original(*args, fused_lm_head=True, **kwargs)
         labels = (kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        module: Any = self.module
-        hidden_BLD = module.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
-        return self._score(hidden_BLD, labels, num_items_in_batch)
+        kwargs["use_cache"] = False
+        with self._autocast():
+            hidden_BLD = getattr(self.module, self.backbone)(*args, **kwargs).last_hidden_state
+            return self._score(hidden_BLD, labels, num_items_in_batch)
 
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
@@ -86,7 +87,14 @@ class TrainedHead(Head):
         by_config = getattr(module.config.get_text_config(), "output_router_logits", False)
         if sharded or kwargs.get("output_router_logits", by_config):
             return False
-        return is_cheaper(weight, getattr(head, "bias", None))
+        return self._is_for(weight, getattr(head, "bias", None))
+
+    def _is_for(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Tell whether TRL has no Triton kernel for a head on this device."""
+        return weight.device.type not in ("cuda", "xpu")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     # The number of labelled positions differs in every batch, so this runs outside of graphs.
     @outside_of_graphs
@@ -102,15 +110,18 @@ class TrainedHead(Head):
         mask = labels_BL != -100
         with torch.cuda.device_of(hidden_BLD):  # a split model's last device, for launches by Triton
             scores = self._scores(hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
-        return scored(mask, scores, num_items_in_batch)
+        return scored(mask, scores, num_items_in_batch, names=self.names)
+
+
+class TrainedHead(ScoringHead):
+    """A [`ScoringHead`] that multiplies with the head once. Without `measures`, entropy and accuracy are zeros."""
+
+    def __init__(self, module: PreTrainedModel, original: Callable[..., Any]) -> None:
+        super().__init__(module, original)
+        self.transform, self.measures = Transform.of(module.config), True
 
     def _scores(self, *inputs: Any) -> Any:
         return TrainedLogProbs.apply(*inputs, self.transform, self.measures)
-
-
-def is_cheaper(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Tell whether [`TrainedHead`] is cheaper than TRL's: TRL has no Triton kernel there, or the head is frozen."""
-    return weight.device.type not in ("cuda", "xpu") or serves(weight, bias)
 
 
 def aligned(
@@ -128,27 +139,23 @@ def aligned(
 
 def scored(
     mask: torch.Tensor,
-    scores: Iterable[torch.Tensor],
+    scores: Iterable[torch.Tensor | None],
     num_items_in_batch: torch.Tensor | int | None,
     *,
+    names: Sequence[str] = ("log_probs", "entropy", "is_top1"),
     aux_loss: torch.Tensor | None = None,
 ) -> FusedCausalLMOutput:
-    """Make TRL's output from log-probabilities, entropies, top-1 flags `(P,)` of the positions in `mask` `(B, L)`."""
+    """Make TRL's output from the scores `(P,)` of these names of the positions in `mask` `(B, L)`."""
     # Imported here, because models can be patched without TRL. Callers of this function have TRL's head.
     from trl.trainer.utils import FusedCausalLMOutput
 
     # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
-    found = (score.new_zeros(mask.shape).masked_scatter(mask, score) for score in scores)
-    log_probs, entropy, is_top1 = found
+    found: dict[str, Any] = {
+        name: None if score is None else score.new_zeros(mask.shape).masked_scatter(mask, score)
+        for name, score in zip(names, scores, strict=True)
+    }
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return FusedCausalLMOutput(
-        loss=-log_probs.sum() / count,
-        log_probs=log_probs,
-        entropy=entropy,
-        is_top1=is_top1,
-        label_mask=mask,
-        aux_loss=aux_loss,
-    )
+    return FusedCausalLMOutput(loss=-found["log_probs"].sum() / count, label_mask=mask, aux_loss=aux_loss, **found)
 
 
 class TrainedLogProbs(torch.autograd.Function):
@@ -167,18 +174,14 @@ class TrainedLogProbs(torch.autograd.Function):
         head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
         scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        by_kernel = serves(weight, bias)  # kernels transform the logits themselves
-        size = positions_per_tile(len(weight)) if by_kernel else None
-        chunks = Chunks(hidden, weight, bias, Transform() if by_kernel else transform, size=size)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in chunks:
-                kind = KernelTile if by_kernel else Chunk
-                chunk = kind(logits, labels[part, None], transform, measures=measures)
-                scores[0, part] = chunk.log_prob
-                if measures:
-                    scores[1, part], scores[2, part] = chunk.entropy, chunk.is_top1
-                if grad_hidden is not None:
-                    multiply(chunk.grad_logits().to(chunks.dtype), chunks.weight, grad_hidden[part])
+        chunks = Chunks(hidden, weight, bias, transform)
+        for part, logits in chunks:
+            chunk = Chunk(logits, labels[part, None], transform, measures=measures)
+            scores[0, part] = chunk.log_prob
+            if measures:
+                scores[1, part], scores[2, part] = chunk.entropy, chunk.is_top1
+            if grad_hidden is not None:
+                grad_hidden[part] = chunk.grad_logits().to(chunks.dtype) @ chunks.weight
         if head_trains:
             ctx.save_for_backward(hidden, weight, bias, labels)
         else:
@@ -197,10 +200,8 @@ class TrainedLogProbs(torch.autograd.Function):
             return (None,) * 6
         if not ctx.head_trains:
             (grad_hidden,) = ctx.saved_tensors
-            if grad_hidden is None:
-                return (None,) * 6
-            # In float32, so that the product is rounded once.
-            return torch.mul(grad_hidden, grad[:, None], out=torch.empty_like(grad_hidden)), *(None,) * 5
+            by_hidden = None if grad_hidden is None else grad_hidden * grad[:, None].to(grad_hidden.dtype)
+            return by_hidden, *(None,) * 5
         hidden, weight, bias, labels = ctx.saved_tensors
         chunks = Chunks(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -221,6 +222,25 @@ class TrainedLogProbs(torch.autograd.Function):
             None if by_bias is None else by_bias.to(bias.dtype),
             *(None,) * 3,
         )
+
+
+class Transform(NamedTuple):
+    """The change of a head's output before the softmax: a factor, then a softcap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Transform:
+        """Read factor and softcap from a config of transformers.
+
+        [`~trainers.sft.lm_head.ensure_own_loss`] compares with the model's own logits, and so finds changes that the
+        config does not name.
+        """
+        text = config.get_text_config()
+        divisor = getattr(text, "logits_scaling", None)
+        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None)
+        return cls(scale or (1 / divisor if divisor else 1.0), getattr(text, "final_logit_softcapping", None))
 
 
 def positions_per_chunk(dtype: torch.dtype, words: int) -> int:

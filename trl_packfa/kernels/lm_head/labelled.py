@@ -1,62 +1,74 @@
 """TRL's fused LM head for labelled positions only, on devices without a Triton kernel.
 
-On these devices TRL's head also multiplies padding and prompts with the vocabulary, and drops the result. Here it gets
-the hidden states of the labelled positions only. What it computes from them stays TRL's.
+On these devices TRL's head also multiplies padding and prompts with the vocabulary, and drops the result. This head
+passes only the labelled positions to TRL's function. Log-probabilities, entropy, mean logits, loss and their gradients
+are those of TRL.
 
-Shape letters: B rows, L row length, P labelled positions, D model dim.
+Shape letters: P labelled positions, D model dim.
 """
 
 from __future__ import annotations
 
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from torch import nn
 
-from ...runtime.compile import around_graphs, outside_of_graphs
-from .chunked import Head, aligned
+from .chunked import ScoringHead
+
+# Attribute in which accelerate keeps a forward that it has wrapped in autocast.
+_INSIDE_AUTOCAST = "_original_forward"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Options of TRL's head, from its arguments and from the config.
+_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs", "final_logit_softcapping", "logit_scale",
+            "backbone_attr")  # fmt: skip
+# Number of vocabulary entries that TRL's function computes at a time; TRL uses the same number.
+_CHUNK = 32768
 
 
-class LabelledHead(Head):
-    """A forward of a causal LM that gives the replaced forward labelled positions only if `fused_lm_head=True`.
+def trl_options(module: nn.Module) -> dict[str, Any] | None:
+    """Return the options of TRL's fused head (`add_fused_lm_head`), `None` if a model has no such head.
 
-    TRL asks with this argument for the head that it has put on the model.
+    accelerate may have wrapped the head's forward in autocast.
     """
+    forward = vars(module).get(_INSIDE_AUTOCAST, vars(module).get("forward"))
+    function: Any = getattr(forward, "__func__", None)
+    if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
+        return None
+    found = inspect.getclosurevars(function).nonlocals
+    return {name: found[name] for name in _OPTIONS} if all(name in found for name in _OPTIONS) else None
 
-    @around_graphs
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the replaced forward."""
-        if not kwargs.get("fused_lm_head") or self._has_triton():
-            return self.call_original(*args, **kwargs)
-        return self._call_labelled(args, kwargs)
 
-    def _has_triton(self) -> bool:
-        """Tell whether TRL scores labelled positions only by itself."""
-        return next(self.module.parameters()).device.type in ("cuda", "xpu")
+class LabelledHead(ScoringHead):
+    """A [`ScoringHead`] with the scores of TRL's head, which has these [`trl_options`] and runs if there is Triton."""
 
-    # The number of labelled positions differs in every batch, so this runs outside of graphs.
-    @outside_of_graphs
-    def _call_labelled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(kwargs)
-        labels = (kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
-        _, labels_BL = aligned(labels[0] if labels[1] is None else labels[1], *labels)
-        mask = labels_BL != -100
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-        def select(module: Any, args: Any, output: Any) -> Any:
-            """Replace the hidden states `(B, L, D)` by those of the labelled positions, `(1, P, D)`."""
-            hidden_BLD, _ = aligned(output.last_hidden_state, *labels)
-            output.last_hidden_state = hidden_BLD[mask.to(hidden_BLD.device)][None]
-            return output
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__(module)
+        self.options, self.backbone = options, options["backbone_attr"]
 
-        module: Any = self.module
-        handle = module.base_model.register_forward_hook(select)
-        try:
-            output = self.call_original(*args, shift_labels=labels_BL[mask][None], **kwargs)
-        finally:
-            handle.remove()
-        if "label_mask" not in output:  # the model's own output: TRL has put no head on it
-            return self.call_original(*args, **given)
-        scored = output.label_mask.shape
-        for name, scores in list(output.items()):
-            if isinstance(scores, torch.Tensor) and scores.shape == scored:  # back to their places `(B, L)`
-                output[name] = scores.new_zeros(mask.shape).masked_scatter(mask.to(scores.device), scores)
-        return output
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return accelerate's autocast if accelerate wrapped the replaced forward in it, else an empty context."""
+        if _INSIDE_AUTOCAST not in vars(self.module):
+            return nullcontext()
+        device, dtype = next(self.module.parameters()).device.type, _DTYPES.get(AcceleratorState().mixed_precision)
+        return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+    def _scores(
+        self, hidden_PD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels_P: torch.Tensor
+    ) -> Any:
+        # Imported here, because models can be patched without TRL. Callers of this method have TRL's head.
+        from trl.kernels import ChunkedLogProbFunction
+
+        autocast = nullcontext()
+        if self.options["cast_lm_head_to_fp32"]:
+            hidden_PD, autocast = hidden_PD.float(), torch.autocast(hidden_PD.device.type, enabled=False)
+        options = [self.options[name] for name in ("final_logit_softcapping", "logit_scale", "outputs")]
+        with autocast:
+            return ChunkedLogProbFunction.apply(
+                hidden_PD, weight, bias, labels_P, self.options["temperature"], _CHUNK, *options
+            )

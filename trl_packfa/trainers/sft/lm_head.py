@@ -19,7 +19,8 @@ from transformers import TrainerState
 
 from ...errors import UnsupportedModel
 from ...exactness import quiet, vocabulary_of
-from ...kernels.lm_head.chunked import Head, TrainedHead, aligned, is_cheaper, scored
+from ...kernels.lm_head.chunked import Head, TrainedHead, aligned, scored
+from ...kernels.lm_head.frozen import FrozenHead, can_be_frozen
 from ...patching import router_loss
 from ...patching.inspect import inner_model
 from ...runtime.autocast import autocast_dtype
@@ -37,10 +38,11 @@ _CHUNK = 256
 def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """Give a model the cheapest head whose log-probabilities agree with its own on a few tokens, within rounding.
 
-    The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The choices, in order: our
-    head; TRL's fused head, for which `None` is returned; the model's own logits, also for a head with more parameters
-    to train than weight and bias (Dory's scale of each word), which at first may change nothing. A model that itself
-    does not run with its dtypes and autocast's is refused.
+    The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The choices, in order: a head
+    that scores trained positions only (not on CUDA and XPU, where TRL's Triton kernel does); a head with two products
+    instead of three (only there, for a frozen head); TRL's fused head, for which `None` is returned; the model's own
+    logits, also for a head with more parameters to train than weight and bias (Dory's scale of each word), which at
+    first may change nothing. A model that itself does not run with its dtypes and autocast's is refused.
     """
     inner: Any = inner_model(model)
     by_trl = inner.forward
@@ -49,10 +51,13 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     allowed = _ALLOWED if whole and not autocasts else _ALLOWED_HALF
     if unread := _unread(model):
         return _own_head(inner, by_trl, f"it does not train the head's {' and '.join(unread)}")
-    if _ours_is_cheaper(model):
-        inner.forward = head = TrainedHead(inner, by_trl)
+    kind = _cheapest(model)
+    if kind is not None:
+        inner.forward = head = kind(inner, by_trl)
         difference = _difference(model, seed)
         if difference is not None and difference <= allowed:
+            if kind is FrozenHead:
+                logger.info("trl-packfa: the LM head is frozen: two products instead of three, with TRL's kernels.")
             return head
         inner.forward = by_trl
     difference = _difference(model, seed)
@@ -82,10 +87,14 @@ def _own_head(inner: Any, by_trl: Any, why: str) -> OwnHead:
     return own
 
 
-def _ours_is_cheaper(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return isinstance(weight, torch.Tensor) and is_cheaper(weight, getattr(head, "bias", None))
+def _cheapest(model: Any) -> type[TrainedHead] | None:
+    """Return the kind of head that is cheaper than TRL's on this model's device, or `None`."""
+    if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
+        return TrainedHead
+    # On these devices TRL's head uses a Triton kernel, and is kept if the head trains.
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    is_frozen = isinstance(weight, torch.Tensor) and not weight.requires_grad and can_be_frozen(weight)
+    return FrozenHead if is_frozen else None
 
 
 class LossHead:

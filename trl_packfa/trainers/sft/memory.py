@@ -17,7 +17,7 @@ from trl import get_peft_config
 
 from ...errors import figure
 from ...kernels.liger import liger_kernels
-from ...kernels.lm_head.kernels import positions_per_tile
+from ...kernels.lm_head.frozen import positions_per_tile
 from ...patching.inspect import inner_model
 from ...patching.router_loss import balances_experts
 from ..common.batching import FREE, Batching
