@@ -96,18 +96,17 @@ def test_flash_index_overflow_counts_heads_as_its_backward_rounds_them(head_dim,
     call = AttentionArguments(scaling=1.0).on(layout.attention)
     needed = (64_000 + 128 * 64) * heads * rounded
 
-    def request(grads=True):
+    def exceeds(grads=True):
         shapes = [(heads, head_dim), (heads, head_dim), (heads, value_dim)]
         qkv = [
             torch.empty(64_000, *shape, device="meta", requires_grad=grads, dtype=torch.bfloat16) for shape in shapes
         ]
-        return AttentionRequest.of(*qkv, call)
+        return base.exceeds_int32(*qkv, call.layout)
 
-    monkeypatch.setattr(base, "autocast_dtype", lambda tensor: None)  # it does not know the meta device
     monkeypatch.setattr(base, "_MAX_ELEMENTS", needed)
-    assert request().exceeds_int32 and not request(grads=False).exceeds_int32
+    assert exceeds() and not exceeds(grads=False)
     monkeypatch.setattr(base, "_MAX_ELEMENTS", needed + 1)
-    assert not request().exceeds_int32
+    assert not exceeds()
 
 
 def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
@@ -119,6 +118,11 @@ def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
     assert names == ["flash", "sdpa", "flash"]
     with pytest.raises(NoBackend, match=r"huge\n(.|\n)*less than 2\^31 \(lower max_length(.|\n)*backend='auto'"):
         attention.BackendChoice("varlen").for_request(usual._replace(exceeds_int32=True))
+    call = AttentionArguments(scaling=1.0).on(PackedLayout.from_lengths([5, 3]).attention)
+    qkv = [torch.zeros(8, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    assert choice.for_call(*qkv, call).name == "flash"
+    monkeypatch.setattr(base, "_MAX_ELEMENTS", 8)
+    assert choice.for_call(*qkv, call).name == "sdpa"
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])

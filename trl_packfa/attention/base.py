@@ -100,7 +100,7 @@ class AttentionRequest(NamedTuple):
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> AttentionRequest:
-        """Make the request of a call with these tensors."""
+        """Make the request of a call with these tensors, of any size: [`exceeds_int32`] is asked where it matters."""
         return cls(
             device=query.device,
             dtype=autocast_dtype(query) or query.dtype,
@@ -114,8 +114,6 @@ class AttentionRequest(NamedTuple):
             bias=call.bias is not None,
             value_dim=None if value.shape[-1] == query.shape[-1] else value.shape[-1],
             causal=call.layout.causal,
-            # Not in graphs, where sizes are no constants: [`BackendChoice`] asks there if its backend has the limit.
-            exceeds_int32=not torch.compiler.is_compiling() and exceeds_int32(query, key, value, call.layout),
         )
 
     def describe(self) -> str:

@@ -85,15 +85,12 @@ class BackendChoice:
         tokens, attention = found
         call, (query, key, value) = arguments.on(attention), qkv
         query, key, value = tokens.gather(query), attention.gather_keys(key), attention.gather_keys(value)
-        seen = self.for_request(AttentionRequest.of(query, key, value, call))(query, key, value, call)
+        seen = self.for_call(query, key, value, call)(query, key, value, call)
         return out.index_copy(0, tokens.index, seen)
 
     def _attend_causally(self, qkv: QKV, layout: PackedLayout, arguments: AttentionArguments) -> torch.Tensor:
         call, (query, key, value) = arguments.on(layout.attention), qkv
-        request, in_graph = AttentionRequest.of(query, key, value, call), torch.compiler.is_compiling()
-        backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
-        if in_graph and not backend.capabilities.any_size and exceeds_int32(query, key, value, call.layout):
-            backend = get_backend(_name_in_graphs(self.name, *request._replace(exceeds_int32=True)))
+        backend, in_graph = self.for_call(query, key, value, call), torch.compiler.is_compiling()
         is_traceable = in_graph and _is_traceable(backend.name, query.device)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
@@ -109,8 +106,21 @@ class BackendChoice:
         query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
         return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))
 
+    def for_call(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> AttentionBackend:
+        """Return the backend that serves a call; raise [`NoBackend`] if none does."""
+        request = AttentionRequest.of(query, key, value, call)
+        backend = self.for_request(request)
+        # Only of a backend with the limit, because a graph gets a guard on the sizes.
+        if not backend.capabilities.any_size and exceeds_int32(query, key, value, call.layout):
+            backend = self.for_request(request._replace(exceeds_int32=True))
+        return backend
+
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
         """Return the backend that serves the request; raise [`NoBackend`] if none does."""
+        if torch.compiler.is_compiling():
+            return get_backend(_name_in_graphs(self.name, *request))
         if request not in self.resolved:
             self.resolved[request] = resolve(request, self.name).name
         return get_backend(self.resolved[request])
