@@ -54,7 +54,6 @@ class Kind(NamedTuple):
     is_of_batch: bool = False  # it compares a run's own batch, so another run has its own
 
 
-_UNSHARED = "Patch it with share_prefixes=False, or with another backend, and please report it."
 # By name, in the order in which they decide a verdict: numbers that are not finite make every other measurement
 # meaningless, and a check that misses the control's leak cannot prove that there is none.
 KINDS = {
@@ -91,7 +90,7 @@ KINDS = {
     "sharing control": Kind(
         "branches that see each other: not 0",
         "letting a branch see another changes nothing: this model mixes no tokens",
-        label="branches that see each other", is_control=True, do=_UNSHARED,
+        label="branches that see each other", is_control=True,
     ),
     "parity": Kind(
         "worst layer, packed against alone",
@@ -120,12 +119,12 @@ KINDS = {
     "sharing": Kind(
         "prefixes once, against in each row",
         "rows that share a prefix differ; first in module '{where}'",
-        label="prefixes once against in each row", row="sharing", do=_UNSHARED,
+        label="prefixes once against in each row", row="sharing",
     ),
     "sharing gradients": Kind(
         "worst parameter, once against in each",
         "rows that share a prefix differ; worst in the gradient of '{where}'",
-        label="gradients", do=_UNSHARED,
+        label="gradients",
     ),
     "shared row": Kind(
         "log-probabilities of a row on {of} processes",
@@ -210,7 +209,7 @@ class Comparison(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What it means that the comparison does not hold."""
+        """Reason that an error gives if the comparison does not hold."""
         return self._filled(self.words.why)
 
     def named(self, kind: str, **fields: Any) -> Comparison:

@@ -126,10 +126,10 @@ class UnpaddingReport(Report):
 
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
-        of_sharing = all(row.kind.startswith("sharing") for row in self.failed)
-        what = "rows that share a prefix" if of_sharing else "padded batches without their pads"
-        do = "Patch it with unpad=False, or with another backend, and please report it."
-        do = self.failed[0].words.do if self.failed and of_sharing else do
+        what, unpad = "padded batches without their pads", "unpad"
+        if all(row.kind.startswith("sharing") for row in self.failed):
+            what, unpad = "rows that share a prefix", "share_prefixes"
+        do = f"Patch it with {unpad}=False, or with another backend, and please report it."
         self._require(f"{what} are not exact on this model", do=do)
 
 

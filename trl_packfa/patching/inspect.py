@@ -301,7 +301,7 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     if not attention and not found:
         raise UnsupportedModel(
             f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
-            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
+            do="Declare an AttentionPatch for it (documentation, 'Writing a patch').",
         )
     return attention
 
@@ -347,7 +347,7 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
             why=["packed attention uses no mask, so it would ignore the limit"],
-            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
+            do="Declare an AttentionPatch for it (documentation, 'Writing a patch').",
         )
     return (window or None,) * len(attention)
 

@@ -95,5 +95,5 @@ def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False)
     if unknown:
         raise PackingError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention; packed attention lacks them.",
-            do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
+            do="Declare its class in the masked_mixers of a ModulePatch (trl_packfa.patches.base).",
         )

@@ -1,7 +1,7 @@
 """`PackedRun`: what the packed trainers do alike around TRL's trainer.
 
-It loads and cuts the examples of steps that are re-cut, resumes,
-and writes whole checkpoints, reports and model cards. On images, errors name the row.
+It gives back a model that is refused, loads and cuts the examples of steps that are re-cut, resumes, and writes whole
+checkpoints, reports and model cards. On images, errors name the row.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ class PaddingFreeRun(TrainerCallback):
         once = sharded or is_partitioned(model) or state.invocations
         if name not in self.first_calls and not once:
             started, counted = time.perf_counter(), vars(state.unpadding).copy()
-            first = compare_padded_batch(state.parts.stack, forward, call, rows).named("padded batch", where=called)
+            first = compare_padded_batch(state.parts.stack, forward, call, rows)._replace(where=called)
             self.first_calls[name] = first
             vars(state.unpadding).update(counted)
             self._since[0] += time.perf_counter() - started  # it was no training

@@ -46,7 +46,7 @@ class Run:
 
 
 class Found(NamedTuple):
-    """What a predicate has found, with reasons that only it knows."""
+    """A finding of a predicate, with reasons that only it knows."""
 
     value: Any
     why: Iterable[str]
