@@ -4,8 +4,10 @@ import copy
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
+import tiny
+from datasets import Dataset, IterableDataset
 from training import arguments, packed_trainer, trained
+from trl import SFTConfig
 
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
 from trl_packfa.trainers.common.requirements import Found, Requirement, Run, require
@@ -14,6 +16,7 @@ from trl_packfa.trainers.common.requirements.built import PATCHED, PRECISION, SA
 from trl_packfa.trainers.common.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
 from trl_packfa.trainers.common.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
 from trl_packfa.trainers.common.requirements.training import Training
+from trl_packfa.trainers.sft.construction import settle_arguments
 
 RUN = Run(SimpleNamespace(size=3), "a trainer")
 EVERY = (
@@ -92,3 +95,17 @@ def test_config_is_as_it_was_after_training_and_late_arguments_are_held_against_
     trainer.args.max_tokens_per_microbatch = 1
     with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=1: it must be 2 or more"):
         trainer.train()
+
+
+def test_a_stream_is_begun_once_before_weights_are_read(tmp_path):
+    begun = []
+
+    def texts():
+        begun.append(1)
+        yield from ({"text": f"number {i}"} for i in range(20))
+
+    stream = IterableDataset.from_generator(texts)
+    plain = SFTConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    given = {"train_dataset": stream, "processing_class": tiny.tokenizer()}
+    settled, refusal, _ = settle_arguments(tiny.model(layers=1), plain, given)
+    assert settled.packing and refusal is None and begun == [1]

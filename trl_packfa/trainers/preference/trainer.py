@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -59,14 +59,15 @@ class PackedPreference(RecutSteps):
         model, asked = given["model"], given.get("args")
         is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
         options: Any = {"model": model, "given": given, "formats": self._columns, "takes_images": self._takes_images}
-        run = partial(Training, name=type(self).__name__, **options)
-        require((*TRAINABLE, *DATA), run(asked))
+        run = Training(asked, type(self).__name__, **options)
+        require((*TRAINABLE, *DATA), run)
         settled = refusal = None
         try:
             settled = self._default_config(model) if asked is None else self._config.from_args(asked)
-            require(PACKED, run(settled))
+            run = run.with_args(settled)
+            require(PACKED, run)
             if not is_asked:
-                require_patchable(run(settled), unpad=True)
+                require_patchable(run, unpad=True)
         except PackingError as error:
             if is_asked:
                 raise
@@ -74,7 +75,7 @@ class PackedPreference(RecutSteps):
         if refusal is not None:
             self._tell_padded(refusal)
             return self._construct_padded(given)
-        require((*PACKAGES, *TEXTS), run(settled))
+        require((*PACKAGES, *TEXTS), run)
         with self._given_back(given["model"]):
             self._construct(given, settled)
 

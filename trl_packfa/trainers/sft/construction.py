@@ -30,14 +30,11 @@ def settle_arguments(
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
     """
-
-    def run(settled: Any) -> Training:
-        return Training(settled, "PackedSFTTrainer", model=model, given=given, asked=args)
-
-    require((*TRAINABLE, *DATA), run(args))
-    is_asked, images = _asks_for_packing(args), run(args).images[1]
+    asked = Training(args, "PackedSFTTrainer", model=model, given=given, asked=args)
+    require((*TRAINABLE, *DATA), asked)
+    is_asked, images = _asks_for_packing(args), asked.images[1]
     if isinstance(args, PackedSFTConfig) and not args.packing:
-        require((*FORMATS, *PACKAGES, *TEXTS), run(args))
+        require((*FORMATS, *PACKAGES, *TEXTS), asked)
         return args, None, None
     # A config of TRL's names no strategy. `step` first, because it matches padded training. Where it is not possible
     # (for example a stream of documents without a length limit), each micro-batch becomes a row.
@@ -46,11 +43,11 @@ def settle_arguments(
         try:
             settled = _packed(args, model, strategy)
             if images:
-                settled, on_images = without_packing(run(settled))
+                settled, on_images = without_packing(asked.with_args(settled))
             else:
-                require(PACKED, run(settled))
+                require(PACKED, asked.with_args(settled))
             if not is_asked:
-                require_patchable(run(settled), unpad=bool(images))
+                require_patchable(asked.with_args(settled), unpad=bool(images))
             refusal = None
             break
         except PackingError as error:
@@ -59,7 +56,7 @@ def settle_arguments(
             refusal = refusal or error
     if refusal is not None or settled is None:
         settled, on_images = _padded(args, output_dir(model)), None
-    require((*FORMATS, *PACKAGES, *TEXTS), run(settled))
+    require((*FORMATS, *PACKAGES, *TEXTS), asked.with_args(settled))
     return settled, refusal, on_images
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,12 @@ class Training(Run):
         """Return the first example (or of `"datasets"`) that has something, as its dataset's name and what it has."""
         found = ((name, has(one)) for name, one in getattr(self, of))
         return next(((name, what) for name, what in found if what), None)
+
+    def with_args(self, args: Any) -> Training:
+        """Return the run with other arguments; its data is not read again, as a stream would begin anew."""
+        other, read = replace(self, args=args), {"datasets", "examples", "images"} & vars(self).keys()
+        vars(other).update({name: vars(self)[name] for name in read})
+        return other
 
     @property
     def is_stream(self) -> bool:
