@@ -89,9 +89,11 @@ def test_each_sources_loss_is_logged(tmp_path, strategy):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"loss_weighting": "document"}, r"loss_weighting='document' does not exist(.|\n)*'token', 'example'"),
+    ({"loss_weighting": "document"},
+     r"loss_weighting='document' is not supported by PackedSFTConfig(.|\n)*'token', 'example'"),
     ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
-    ({"loss_weighting": "example", "label_smoothing_factor": 0.1}, "label_smoothing_factor with loss_weighting"),
+    ({"loss_weighting": "example", "label_smoothing_factor": 0.1},
+     "label_smoothing_factor=0.1 with loss_weighting='example'"),
 ])  # fmt: skip
 def test_weightings_that_mean_nothing_are_refused(options, message):
     with pytest.raises(InvalidConfig, match=message):
