@@ -2,6 +2,7 @@
 scenarios as JSON, `{name: arguments of its run}`. It runs them one after the other in one process group, and prints
 what came of each as one line of JSON."""
 
+import gc
 import itertools
 import json
 import os
@@ -53,4 +54,6 @@ def run_scenarios(run, *, before_the_end=lambda rank: None):
     state.wait_for_everyone()  # the launcher ends the others with one that dies, before they have said it
     before_the_end(state.process_index)
     state.wait_for_everyone()
-    state.destroy_process_group()  # its threads must not outlive the interpreter
+    # The group's threads must not outlive the interpreter, and wrapped models of the runs, which are cycles, hold it.
+    gc.collect()
+    state.destroy_process_group()

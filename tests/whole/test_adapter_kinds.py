@@ -11,6 +11,7 @@ import torch
 from adapter_kinds import KINDS, NEEDS, REASONS, base_model
 from adapter_matrix import measure, measure_kind
 from calls import watched
+from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model, inject_adapter_in_model
 from tolerance import FLOAT64, VISIBLE, assert_rounding
 from training import arguments, packed_trainer
@@ -79,12 +80,13 @@ def test_what_is_exact_is_not_refused(config):
     assert config is None or table.verdict_of(config)[0] == "exact"
 
 
-def test_the_trainer_refuses_before_data_is_touched():
-    class Untouchable:
-        """Anything that is asked of it fails."""
-
-    with pytest.raises(UnsupportedModel, match="velora_config"):
-        packed_trainer(peft_config=velora(), train_dataset=Untouchable())
+def test_the_trainer_refuses_before_data_is_prepared(monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(Dataset, "map", None)
+        with pytest.raises(UnsupportedModel, match="velora_config"):
+            packed_trainer(peft_config=velora())
+        with pytest.raises(TypeError, match="not callable"):
+            packed_trainer(peft_config=LoraConfig(**PLAIN))
     with pytest.raises(UnsupportedModel, match=r"velora_config \(adapter 'default'\)"):
         packed_trainer(model=get_peft_model(tiny.model(layers=1), velora()), peft_config=None)
     packed_trainer(arguments(packing=False), peft_config=velora())
