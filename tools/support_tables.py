@@ -67,6 +67,9 @@ def _special(result: Mapping[str, Any]) -> str | None:
         return f"TRL's loss is not the model's: {'; '.join(special)}" if special else None
     if result["verdict"] == "not trained by TRL":
         return f"TRL's trainer raises (`{result['why'].split('. ')[0][:80]}`); ours {result['packed']}"
+    if (again := result.get("float64")) is not None:
+        worst = [f"{number(of['loss'])} and {number(of['grad_norm'])}" for of in (result, again)]
+        return f"losses and norms are off by {worst[0]} in float32, by {worst[1]} in float64"
     return f"{result['verdict']}: {result.get('why', '')}".rstrip(": ")
 
 
@@ -137,8 +140,11 @@ def _trained(what: str, exact: Collection[Mapping[str, Any]]) -> str:
     """Return how many of these trained two steps in a trainer as the padded run did, and how far they were apart."""
     runs = [result["trainer"] for result in exact if "trainer" in result]
     same = [run for run in runs if trains_as_padded(run)]
-    worst = {key: max((run[key] for run in same), default=0.0) for key in COMPARED}
-    failed = f" {len(runs) - len(same)} did not." if len(same) < len(runs) else ""
+    # Where float32 was too coarse, the figure is that of the run in float64.
+    worst = {key: max((run.get("float64", run)[key] for run in same), default=0.0) for key in COMPARED}
+    again = sum("float64" in run for run in same)
+    failed = f" {again} of them in float64, because float32 is too coarse there." if again else ""
+    failed += f" {len(runs) - len(same)} did not." if len(same) < len(runs) else ""
     return (
         f"{len(same)} of the {len(exact)} exact {what} were trained: two steps in the trainer, beside the padded run. "
         f"Losses were off by {worst['loss']:.1e} at most, gradient norms by {worst['grad_norm']:.1e}.{failed}"

@@ -184,9 +184,11 @@ def test_batches_with_sounds_run_without_their_pads(name):
     assert differs(run(model, others)[1], expected[1])
 
 
-def test_the_first_batch_is_compared_with_its_rows_and_their_images():
-    model = patch(small_composite("mllama"), unpad=True)
-    decoder, seen = model.model.language_model, []
+@pytest.mark.parametrize("name", ["mllama", "nemotron_h_omni"])
+def test_the_first_batch_is_compared_with_its_rows_and_their_images(name):
+    """The decoder of Nemotron Omni is a causal LM: it returns logits in the place of hidden states."""
+    model = patch(small_composite(name), unpad=True)
+    decoder, seen = find_state(model).unpadding.module, []
     find_state(model).unpadding.watch = lambda forward, call, rows, outputs: seen.append((forward, call, rows))
     inputs = image_batch(model).inputs
     run(model, inputs)

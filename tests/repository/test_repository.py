@@ -233,8 +233,10 @@ def test_a_page_holds_what_training_every_type_has_shown():
     types = training()["types"]
     assert on_page("training", (ROOT / "docs" / "models.md").read_text()) == training_table(types)
     found = {(name, way): of["verdict"] for name, ways in types.items() for way, of in ways.items()}
-    # Losses of xLSTM are off by 6e-7 in full, the norm of its gradients by 1.4e-3; why is not known.
-    assert {name for name, verdict in found.items() if verdict == "differs"} == {("xlstm", "full")}
+    differs = {(name, way): types[name][way] for (name, way), verdict in found.items() if verdict == "differs"}
+    # Its states are float32 in any model: in float64 the rest is more exact, and the norms are 18 times closer.
+    assert differs.keys() == {("xlstm", "full")}
+    assert all(of["float64"]["verdict"] == "same" for of in differs.values())
     assert {*found.values()} == {"same", "not trained by TRL", "differs"}
 
 

@@ -9,6 +9,7 @@ Shape letters: B rows, L row length, K scored positions, D model dim, V vocabula
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from ..errors import UnsupportedModel, is_out_of_memory
 from ..patching.inspect import inner_model
+from ..patching.unpadding import states_of
 from ..runtime.compile import runs_compiled
 from ..runtime.zero3 import is_partitioned
 
@@ -85,11 +87,9 @@ def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
         call = {name: value[:, None] if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     for run in (model, inner_model(model)):
         outputs = run(**call, **_without_cache(run))
-        for name in ("logits", "last_hidden_state"):
-            if getattr(outputs, name, None) is not None:
-                return getattr(outputs, name)
-        if getattr(outputs, "start_logits", None) is not None:  # of question answering, each `(B, L)`
-            return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+        with suppress(UnsupportedModel):
+            if not isinstance(outputs, tuple):  # the first entry of a wrapper's own tuple may be anything
+                return states_of(outputs)
     raise UnsupportedModel(f"{type(inner_model(model)).__name__} returns neither logits nor hidden states.")
 
 

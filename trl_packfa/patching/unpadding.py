@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import ContaminationError, InvalidLayout, PackingError
+from ..errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.from_call import has_cache, layout_of
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
@@ -261,15 +261,18 @@ class Unpadding:
 
 
 def states_of(outputs: Any) -> torch.Tensor:
-    """Return the hidden states `(B, L, D)` in a backbone's outputs.
+    """Return what a model or a part of it computes for each token, `(B, L, D)`: logits, or else hidden states.
 
-    Of a whole model for question answering that runs in groups they are its logits, `(B, L, 2)`.
+    The logits of question answering are `(B, L, 2)`. Raise [`UnsupportedModel`] if there is neither.
     """
-    if isinstance(outputs, tuple):  # with return_dict=False the hidden states come first
+    if isinstance(outputs, tuple):  # with return_dict=False they come first
         return outputs[0]
-    if "last_hidden_state" in outputs:
-        return outputs.last_hidden_state
-    return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    for name in ("logits", "last_hidden_state"):
+        if getattr(outputs, name, None) is not None:
+            return getattr(outputs, name)
+    if getattr(outputs, "start_logits", None) is not None:
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    raise UnsupportedModel(f"{type(outputs).__name__} has neither logits nor hidden states.")
 
 
 def _by_token(outputs: Any, shape: tuple[int, int]) -> list[torch.Tensor]:
