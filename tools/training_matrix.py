@@ -129,7 +129,8 @@ def train(
     ours = PackedSFTConfig(folder, **{**settings, **WAYS[way]})
     args: Any = ours if packs else SFTConfig(folder, **settings)
     torch.manual_seed(0)
-    model: Any = small_model(name).to(weights)
+    built: Any = small_model(name)
+    model = built.to(weights) if weights else built
     # TRL's trainer gets the adapter that ours adds by itself.
     adapter = {} if packs or way == "full" else {"peft_config": default_adapter(model.config.model_type, ours, model)}
     torch.manual_seed(0)

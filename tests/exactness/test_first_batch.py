@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
+from trl_packfa.exactness.comparison import TOLERANCES
 from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
 from trl_packfa.layout.call_context import find_layout
 
@@ -122,6 +123,14 @@ def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path
     trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=tiny.model(layers=2), peft_config=None)
     with pytest.raises(ContaminationError, match="the gradient of its weights"):
         trainer.train()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_that_casts_its_logits_up_is_held_to_the_dtype_of_its_products(dtype, tmp_path):
+    """Dory's was held to float32 under accelerate's autocast, and refused."""
+    args = arguments(out=tmp_path, use_peft=False, bf16=dtype == "bfloat16")
+    report = trained(packed_trainer(args, model=small_model("dory"), peft_config=None)).exactness
+    assert report["head"].holds and report["head"].allowed == TOLERANCES[getattr(torch, dtype)].gradients
 
 
 @pytest.mark.parametrize("name", ["opt", *in_full("bart", "trocr")])

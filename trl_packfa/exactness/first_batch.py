@@ -184,7 +184,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
     leaf = states.detach().requires_grad_(True)
     params = [leaf, *(weight for weight in weights if weight.requires_grad)]
     assert scorer.head is not None
-    with torch.enable_grad(), _returning(leaf, states, outputs), _outputs_of(scorer.head) as outcome:
+    with torch.enable_grad(), _returning(leaf, states, outputs), _dtype_of(scorer.head, model) as dtype:
         found = trained_outputs(model, batch, model)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
@@ -213,8 +213,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
         "the loss": nan_as_inf(abs(loss + float(scored[trained].mean())) / max(abs(loss), 1.0)),
     }
     what = max(differences, key=lambda name: differences[name])
-    # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
-    allowed = TOLERANCES[rounding_dtype(model, outcome[-1].dtype)].gradients
+    allowed = TOLERANCES[dtype[-1]].gradients
     return Comparison("head", differences[what], allowed, of=f"{what} of {len(trained)} trained positions")
 
 
@@ -251,15 +250,18 @@ def _outputs_of_models(model: nn.Module) -> Iterator[dict[nn.Module, Any]]:
 
 
 @contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
-    """Keep the last output of a module in a `with` block."""
-    outputs: list[Any] = []
+def _dtype_of(head: nn.Module, model: nn.Module) -> Iterator[list[torch.dtype]]:
+    """Keep the dtype that rounds the products of a model's head in a `with` block.
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[:] = [output]
+    It is read inside the head: there accelerate's autocast is on. Its output may be cast up, by the head itself too.
+    """
+    found: list[torch.dtype] = []
 
-    with module.register_forward_hook(keep):
-        yield outputs
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        found[:] = [rounding_dtype(model, output.dtype)]
+
+    with head.register_forward_hook(keep):
+        yield found
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
