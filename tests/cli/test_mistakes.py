@@ -10,6 +10,7 @@ from training import FORMATS, built_trainers
 
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
+from trl_packfa.trainers.common import hub
 from trl_packfa.trainers.sft import script
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
@@ -63,7 +64,7 @@ def test_yaml_s_own_truth_values_are_named(folder, capsys):
 def test_a_missing_yaml_file_is_named_with_a_similar_one(capsys):
     assert main(["train", "--config", "brokn.yaml", "--output_dir", "out"]) == 1
     said = capsys.readouterr().err
-    assert "cannot read brokn.yaml" in said and "did you mean broken.yaml?" in said
+    assert "cannot read brokn.yaml" in said and "there is no such file; did you mean broken.yaml?" in said
 
 
 def test_a_line_that_is_no_json_is_shown(folder, capsys):
@@ -143,7 +144,9 @@ def test_a_folder_without_tokenizer_or_processor(model, capsys):
     (["--dataset_name", "./texts.jsonl"], r"there is no such file; did you mean text.jsonl\?"),
     (["--dataset_name", "/none/data"], r"there is no such folder\n"),
 ])  # fmt: skip
-def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys):
+def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys, monkeypatch):
+    if argv[0] == "--dataset_name":  # datasets would ask the Hub for it, five times without a network
+        monkeypatch.setattr(hub, "load_dataset", None)
     assert train("text", *argv) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Repo id" not in error

@@ -51,6 +51,7 @@ _BY_TASK: dict[str | None, Any] = {
     TaskType.FEATURE_EXTRACTION: AutoModel,
 }
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+_FILES = (*_BUILDERS, ".gz", ".yaml", ".yml")
 
 
 def load_dataset_dict(
@@ -76,6 +77,8 @@ def load_dataset_dict(
             )
         source, options = _BUILDERS[suffix], {"data_files": name}
     try:
+        if _is_path(name) and not Path(name).expanduser().exists():
+            raise FileNotFoundError(name)  # the Hub would be asked for it, several times
         return load_dataset(source, streaming=streaming, **options)  # type: ignore[return-value]  # no split is asked
     except StopIteration as error:  # raised for an empty file
         raise InvalidDataset(f"the dataset '{name}' is empty.", do="Check the file.") from error
@@ -106,14 +109,17 @@ def missing_path(name: str) -> list[str]:
     path = Path(name).expanduser()
     if path.exists():
         return []
-    is_file = path.suffix in (*_BUILDERS, ".gz")
     near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.glob("*")), n=1)
     meant = f"; did you mean {path.parent / near[0]}?" if near else ""
-    # The Hub's names are NAME and OWNER/NAME.
-    only_a_path = is_file or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if not (only_a_path or near):
+    if not (_is_path(name) or near):
         return []
-    return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
+    return [f"there is no such {'file' if path.suffix in _FILES else 'folder'}{meant}"]
+
+
+def _is_path(name: str) -> bool:
+    """Tell whether a name can be no name on the Hub: these are NAME and OWNER/NAME."""
+    by_slashes = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    return "://" not in name and (by_slashes or Path(name).suffix in _FILES)
 
 
 @contextmanager
