@@ -10,12 +10,13 @@ from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
-from trl_packfa import DataCollatorForPacking
+from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
 from trl_packfa.exactness.comparison import TOLERANCES
 from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
 from trl_packfa.layout.call_context import find_layout
+from trl_packfa.patching.apply import unpadding_of
 
 LAYER = "model.layers.1.self_attn"
 
@@ -42,6 +43,25 @@ def test_a_leak_that_only_the_first_batch_shows_stops_the_training(options, tmp_
         trainer.train()
     assert trainer.exactness.is_exact, "the control: the check before saw nothing"
     assert "packing=False" in str(error.value)
+
+
+class OwnStep(PackedSFTTrainer):
+    """A user's class, whose micro-batches are TRL's padded ones."""
+
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+def test_the_padded_first_batch_of_a_users_own_step_is_compared(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path), cls=OwnStep)
+    report, policy = trained(trainer).exactness, unpadding_of(trainer.model)
+    assert report["padded batch"].holds and report["padded batch"].allowed > 0 and "first batch" not in report
+    assert policy.watch is None and policy.trained == policy.tokens, "calls of the check are counted"
+    other = packed_trainer(arguments(out=tmp_path / "other"), cls=OwnStep, model=tiny.model(layers=2))
+    other.add_callback(BreakAfterTheCheck(other.model.get_base_model()))
+    with pytest.raises(ContaminationError, match="LlamaForCausalLM: the first batch without its pads is not exact"):
+        other.train()
+    assert other.exactness.is_exact, "the control: the check before saw nothing"
 
 
 STRATEGY = {"packing_strategy": "minibatch"}

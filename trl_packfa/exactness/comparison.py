@@ -157,7 +157,7 @@ KINDS = {
         "patch(model, unpad=True) found rows without pads exact, so something in this batch, or something that the "
         "trainer passes with it, has an effect across rows",
         is_of_batch=True, fails="{where}: the first batch without its pads is not exact: the typical token of {of}",
-        do="Train padded, without padding_free, and please report it.",
+        do="Train padded, without padding_free or with packing=False, and please report it.",
     ),
     "re-cut loss": Kind(
         "the first step's loss re-cut, {of}",

@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
+from ..layout.padded_rows import PaddedRows
 from ..layout.shard import RowShard
 from ..patching import router_loss
+from ..patching.apply import unpadding_of
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
@@ -34,6 +36,7 @@ from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from ..runtime.zero3 import is_engine, is_in_parts
 from .compare import nan_as_inf, relative_difference
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
+from .first_padded_batch import check_padded_call
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
@@ -61,10 +64,12 @@ def check_batch(
     It runs the batch forward once, eight documents or 40 % of its tokens alone, and three short ones of these with
     random rounding. The LM head runs forward and backward ([`_check_head`]). The patched `model` must accept
     `fused_lm_head=True`. If the processes of a `group` share the row, each runs alone as many tokens as it holds.
+
+    Of a padded batch that runs without its pads some rows are compared, see [`check_padded_call`].
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
-        return []
+        return _check_padded(model, batch)
     most = layout.max_seqlen if group is None else max(layout.num_tokens // RowShard.of(group).size, 2)
     if any(depends_on_length(module) for module in model.modules()):
         most = layout.max_seqlen  # the beginning of a document is not the document's beginning in these models
@@ -94,6 +99,24 @@ def check_batch(
     floor = TOLERANCES[rounding_dtype(model)].log_probs
     documents = _worst(found, noise, [layout.lengths[i] for i in chosen], floor)
     return [own for own in (documents, head) if own is not None] if documents is not None else []
+
+
+def _check_padded(model: nn.Module, batch: Mapping[str, Any]) -> list[Comparison]:
+    """Compare the first call without pads that a padded batch makes; it makes none if its pads are computed."""
+    patched = inner_model(model)
+    found: list[Comparison | None] = []
+
+    def watch(forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
+        if not found:
+            found.append(check_padded_call(patched, forward, call, rows))
+
+    if (unpadding := unpadding_of(patched)) is None:
+        return []
+    counted = vars(unpadding).copy()
+    with quiet(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
+        trained_outputs(model, batch, model)
+    vars(unpadding).update(counted)
+    return [comparison._replace(where=type(patched).__name__) for comparison in found if comparison is not None]
 
 
 def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Check of a run's first real batch: compare its rows without padding with each row run alone.
 
-The check of `patch` uses rows of its own. This one uses the run's data, collator and adapters. It runs inside the
-model's first call without padding, whichever code makes that call.
+The check of `patch` uses rows of its own. This one uses the run's data, collator and adapters. It runs inside a call
+without padding, whichever code makes that call.
 
 Shape letters: B rows, L row length, n tokens of a row, D model dim.
 """
@@ -16,8 +16,11 @@ from torch import nn
 
 from ..layout.padded_rows import PaddedRows
 from ..patching import cross_attention
+from ..patching.apply import find_state
 from ..patching.handed_masks import handed_masks
+from ..patching.inspect import inner_model
 from ..patching.unpadding import states_of
+from ..runtime.zero3 import is_partitioned
 from .compare import relative_difference
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .quiet import quiet
@@ -26,6 +29,27 @@ from .subject import compute_dtype
 
 # Smallest number of tokens that have a typical token.
 _FEW = 8
+
+
+def check_padded_call(
+    model: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
+) -> Comparison | None:
+    """Compare a patched model's call without padding, from inside it; see [`compare_padded_batch`].
+
+    Return `None` if the backbone cannot run again there: with sharded weights, which are gathered once per call, and
+    with activated LoRA, which finds its invocation tokens outside of the backbone.
+    """
+    state = find_state(model)
+    assert state is not None and state.unpadding is not None
+    sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
+    if sharded or is_partitioned(model) or state.invocations:
+        return None
+    counted = vars(state.unpadding).copy()
+    try:
+        state.unpadding.watch = None  # the model is called again below
+        return compare_padded_batch(state.parts.stack, forward, call, rows)
+    finally:
+        vars(state.unpadding).update(counted)
 
 
 @torch.no_grad()

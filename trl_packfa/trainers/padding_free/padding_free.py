@@ -17,11 +17,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from ...api import patch, patched, unpatch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...exactness import Comparison
-from ...exactness.first_padded_batch import compare_padded_batch
+from ...exactness.first_padded_batch import check_padded_call
 from ...layout.padded_rows import PaddedRows
-from ...patching.apply import all_or_none, find_state
+from ...patching.apply import all_or_none, find_state, unpadding_of
 from ...patching.inspect import inner_model
-from ...runtime.zero3 import is_partitioned
 from ...terminal.telling import tell_end
 from ..common.collating import CountingCollator
 from ..common.requirements import Run, require
@@ -351,18 +350,12 @@ class PaddingFreeRun(TrainerCallback):
     ) -> None:
         """Compare a model's first call without padding with its rows alone."""
         model, called = self.models[name], f"{type(self.trainer).__name__}.{name}"
-        state = find_state(model)
-        assert state is not None and state.unpadding is not None
-        state.unpadding.watch = None  # because the model is called again below
-        # A backbone cannot run again inside its own call with sharded weights, which are gathered once per call, nor
-        # with activated LoRA, which finds its invocation tokens outside of the backbone.
-        sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
-        once = sharded or is_partitioned(model) or state.invocations
-        if name not in self.first_calls and not once:
-            started, counted = time.perf_counter(), vars(state.unpadding).copy()
-            first = compare_padded_batch(state.parts.stack, forward, call, rows)._replace(where=called)
-            self.first_calls[name] = first
-            vars(state.unpadding).update(counted)
+        unpadding = unpadding_of(model)
+        assert unpadding is not None
+        unpadding.watch, started = None, time.perf_counter()
+        first = None if name in self.first_calls else check_padded_call(model, forward, call, rows)
+        if first is not None:
+            self.first_calls[name] = first = first._replace(where=called)
             self._since[0] += time.perf_counter() - started  # it was no training
             logger.info(
                 "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places "
