@@ -154,6 +154,13 @@ def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys, monkeypatch)
         assert main(["check", argv[1]]) == 1 and re.search(said, capsys.readouterr().err)
 
 
+def test_a_dataset_whose_name_ends_like_a_file_is_looked_for_on_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub, "load_dataset", lambda path, **options: asked.append(path))
+    hub.load_dataset_dict("owner/data.jsonl")
+    assert asked == ["owner/data.jsonl"]
+
+
 def test_an_adapter_that_is_none(capsys):
     assert main(["check", "base", "--adapter", "./none"]) == 1
     assert "there is no adapter in './none'.\n  - there is no such folder\n" in capsys.readouterr().err

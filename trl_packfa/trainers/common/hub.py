@@ -111,15 +111,16 @@ def missing_path(name: str) -> list[str]:
         return []
     near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.glob("*")), n=1)
     meant = f"; did you mean {path.parent / near[0]}?" if near else ""
-    if not (_is_path(name) or near):
+    is_file = path.suffix in _FILES
+    if not (_is_path(name) or is_file or near):
         return []
-    return [f"there is no such {'file' if path.suffix in _FILES else 'folder'}{meant}"]
+    return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
 
 
 def _is_path(name: str) -> bool:
-    """Tell whether a name can be no name on the Hub: these are NAME and OWNER/NAME."""
+    """Tell whether a name can be no name on the Hub: these are NAME and OWNER/NAME, and the latter may have a dot."""
     by_slashes = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    return "://" not in name and (by_slashes or Path(name).suffix in _FILES)
+    return "://" not in name and (by_slashes or ("/" not in name and Path(name).suffix in _FILES))
 
 
 @contextmanager
