@@ -10,7 +10,7 @@ from training import FORMATS, built_trainers
 
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
-from trl_packfa.trainers.common import hub
+from trl_packfa.trainers.common import files
 from trl_packfa.trainers.sft import script
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
@@ -146,7 +146,7 @@ def test_a_folder_without_tokenizer_or_processor(model, capsys):
 ])  # fmt: skip
 def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys, monkeypatch):
     if argv[0] == "--dataset_name":  # datasets would ask the Hub for it, five times without a network
-        monkeypatch.setattr(hub, "load_dataset", None)
+        monkeypatch.setattr(files, "load_dataset", None)
     assert train("text", *argv) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Repo id" not in error
@@ -156,8 +156,8 @@ def test_a_path_that_leads_nowhere_is_called_so(argv, said, capsys, monkeypatch)
 
 def test_a_dataset_whose_name_ends_like_a_file_is_looked_for_on_the_hub(monkeypatch):
     asked = []
-    monkeypatch.setattr(hub, "load_dataset", lambda path, **options: asked.append(path))
-    hub.load_dataset_dict("owner/data.jsonl")
+    monkeypatch.setattr(files, "load_dataset", lambda path, **options: asked.append(path))
+    files.load_dataset_dict("owner/data.jsonl")
     assert asked == ["owner/data.jsonl"]
 
 

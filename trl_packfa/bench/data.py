@@ -17,7 +17,7 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..packing import PackingReport
 from ..plan.gather import read_length_list
 from ..trainers.common.dataset import count_trained, cut_dataset, read_lengths
-from ..trainers.common.hub import load_dataset_dict
+from ..trainers.common.files import load_dataset_dict
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 from .arguments import Setup

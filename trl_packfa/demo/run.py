@@ -24,7 +24,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ..terminal.progress import RichProgressCallback, packing_table, quiet
-from ..trainers.common.hub import load_dataset_dict
+from ..trainers.common.files import load_dataset_dict
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 from .corpus import docstring_dataset

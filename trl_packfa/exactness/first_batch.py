@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..layout import PackedLayout
+from ..layout.call_context import BOUNDARIES
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows
 from ..layout.shard import RowShard
@@ -31,7 +32,6 @@ from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
 from ..runtime.override import set_inside
-from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from ..runtime.zero3 import is_engine, is_in_parts
 from .compare import nan_as_inf, relative_difference

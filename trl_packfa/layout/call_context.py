@@ -24,6 +24,9 @@ from .padded_rows import PaddedRows
 
 # Name of the keyword, and of the mask's attribute.
 KEYWORD = "packed_call"
+# Arguments of a packed call that hold its boundaries: FlashAttention's, as transformers names them, and ours.
+FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BOUNDARIES = ("packed_layout", KEYWORD, *FLASH_KEYS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,16 @@ from ..attention import AttentionArguments, BackendChoice
 from ..errors import PackingError
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
-from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
+from ..layout.call_context import (
+    BOUNDARIES,
+    KEYWORD,
+    PackedCall,
+    current_call,
+    empty_mask,
+    find_layout,
+    in_call,
+    packed_call,
+)
 from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
@@ -27,7 +36,7 @@ from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.neftune import noise_of_padded_rows
 from ..runtime.override import NamedOverride, Override, forward_signature
-from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
+from ..runtime.per_document import FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
 from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions, own_config

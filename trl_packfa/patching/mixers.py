@@ -18,11 +18,21 @@ from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
-from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
+from ..layout.call_context import (
+    BOUNDARIES,
+    FLASH_KEYS,
+    PackedCall,
+    current_call,
+    find_call,
+    find_layout,
+    in_call,
+    is_empty_mask,
+    packed_call,
+)
 from ..patches.base import InterfacePatch, ModulePatch
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import NamedOverride, Override
-from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
+from ..runtime.per_document import run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
 from .inspect import class_names
 from .packed_attention import attend_packed

@@ -18,13 +18,10 @@ import torch
 
 from ..errors import InvalidLayout, PackingError
 from ..layout import PackedLayout
-from ..layout.call_context import KEYWORD, is_empty_mask
+from ..layout.call_context import BOUNDARIES, is_empty_mask
 from .compile import around_graphs, outside_of_graphs
 from .length_groups import group_by_length
 
-# Arguments with the boundaries, which separate documents do not need.
-FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-BOUNDARIES = ("packed_layout", KEYWORD, *FLASH_KEYS)
 # Arguments `(L, L)` with each query's distance to each key, which is the same in every document. Since transformers
 # 5.24 Inkling 2's backbone makes them for the whole row.
 _DISTANCES = ("relative_distance",)

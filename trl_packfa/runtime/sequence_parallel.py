@@ -17,9 +17,9 @@ from torch import distributed
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from ..layout.call_context import BOUNDARIES
 from ..layout.from_call import layout_of
 from ..layout.shard import RowShard
-from .per_document import BOUNDARIES
 
 
 def shard_batch(

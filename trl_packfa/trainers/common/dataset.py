@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidConfig, InvalidDataset
@@ -33,6 +33,7 @@ _CUT_TOGETHER = 100
 
 
 AnyDataset = Dataset | IterableDataset
+EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
 
 # Columns of TRL's formats that it tokenizes.
 TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")

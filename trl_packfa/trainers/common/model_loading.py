@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate.logging import get_logger
-from datasets import DatasetDict, IterableDatasetDict
 from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,13 +21,10 @@ from ...errors import InvalidConfig
 from ...patching import inspect
 from ...terminal.telling import tell
 from .config import CommonConfig
-from .dataset import AnyDataset
+from .dataset import AnyDataset, EvalDataset
 from .hub import telling_of_model
 
 logger = get_logger(__name__)
-
-EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
-
 
 # Linear layers of Mamba mixers, by model type (transformers 5.23). The mixers' kernels, and partly their plain code,
 # read the weights of these layers and never call them. So an adapter there has no effect, and a quantized weight

@@ -14,7 +14,7 @@ import yaml
 from trl import TrlParser
 
 from ...errors import InvalidConfig, PackingError
-from .hub import missing_path
+from .files import missing_path
 
 _FLAG, SFT_NAME = "--trainer", "sft"
 

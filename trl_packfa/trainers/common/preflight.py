@@ -7,6 +7,7 @@ in the text. A template that ignores tool calls renders an assistant's call as a
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from ...errors import InvalidConfig, InvalidDataset, PackingError, figure
 from .config import CommonConfig
 from .dataset import AnyDataset
-from .hub import missing_path
+from .files import missing_path
 
 
 def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any:
@@ -225,3 +226,12 @@ def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str 
         except Exception:  # a template that fails without the content does not ignore it
             found[name] = False
     return found
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Describe a vocabulary by its size and a hash of its tokens."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    digest = hashlib.sha256()
+    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{number}\t{token}\n".encode())
+    return f"{len(vocabulary)} tokens, {digest.hexdigest()[:16]}"

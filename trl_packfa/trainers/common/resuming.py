@@ -13,6 +13,7 @@ from datasets import Dataset
 from ...errors import InvalidConfig
 from ...versions import __version__
 from .dataset import read_lengths
+from .preflight import vocabulary_hash
 
 logger = logging.getLogger(__name__)
 
@@ -155,12 +156,3 @@ def _difference(field: str, then: Any, now: Any) -> str:
     only = {"then": sorted({*then} - {*now}), "now": sorted({*now} - {*then})}
     sides = [f"{len(names)} only {when}: {', '.join(names[:_SHOWN])}" for when, names in only.items() if names]
     return f"{field}: {'; '.join(sides)}"
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Describe a vocabulary by its size and a hash of its tokens."""
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    digest = hashlib.sha256()
-    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{number}\t{token}\n".encode())
-    return f"{len(vocabulary)} tokens, {digest.hexdigest()[:16]}"

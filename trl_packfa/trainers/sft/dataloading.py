@@ -25,13 +25,12 @@ from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
 from ..common.batching import Batching
-from ..common.checkpoint_files import read_stream_state, write_stream_state
-from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
+from ..common.dataset import AnyDataset, cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
 from ..common.flops import quadratic_weight
-from ..common.model_loading import AnyDataset
 from .config import PackedSFTConfig
 from .prepared import Prepared, settings_of
 from .raw_dataset import require_known
+from .stream_state import read_stream_state, write_stream_state
 from .streaming import PackedStream, StreamBatches, as_it_is, resumes_by_state
 from .turns import TurnExpander, join
 

@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from ...errors import InvalidConfig
 from ...packing import PackingReport
 from ..common.dataset import read_lengths
-from ..common.resuming import vocabulary_hash
+from ..common.preflight import vocabulary_hash
 from .config import PackedSFTConfig
 
 _MARK = "trl_packfa_prepared"

@@ -19,8 +19,7 @@ from datasets import Dataset, IterableDataset
 
 from ...collator import ROW_LENGTHS
 from ...errors import InvalidConfig, InvalidDataset
-from ..common.dataset import TEXT_COLUMNS, AnyDataset, tables, without_format
-from ..common.model_loading import EvalDataset
+from ..common.dataset import TEXT_COLUMNS, AnyDataset, EvalDataset, tables, without_format
 from .config import PackedSFTConfig
 
 

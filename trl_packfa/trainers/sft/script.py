@@ -19,7 +19,7 @@ from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
 from ..common.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
 from ..common.dataset import COUNTS, hold_out
-from ..common.hub import load_dataset_dict
+from ..common.files import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
 from ..common.requirements import require
 from ..common.requirements.data import TEXTS

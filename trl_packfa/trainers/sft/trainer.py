@@ -46,15 +46,9 @@ from ...patching.describe import describe
 from ...runtime.override import set_inside
 from ..common.batching import KEPT
 from ..common.checkpoint_files import count_batch, take_losses
-from ..common.dataset import read_lengths, take_apart, without_our_columns
+from ..common.dataset import AnyDataset, EvalDataset, read_lengths, take_apart, without_our_columns
 from ..common.flops import quadratic_weight
-from ..common.model_loading import (
-    AnyDataset,
-    EvalDataset,
-    load_as_asked,
-    require_trained,
-    telling_of_targets,
-)
+from ..common.model_loading import load_as_asked, require_trained, telling_of_targets
 from ..common.origins import ORIGINS
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
