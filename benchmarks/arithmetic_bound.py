@@ -17,11 +17,11 @@ from torch import nn
 from trl_packfa import unpatch
 from trl_packfa.bench.sides import KINDS, Kind
 from trl_packfa.cli.main import main
+from trl_packfa.data.flops import attention_heads, compute_dtype
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.kernels.lm_head.chunked import positions_per_chunk
 from trl_packfa.packing import BFD, STEP
-from trl_packfa.runtime.zero3 import whole_shape
-from trl_packfa.trainers.common.flops import attention_heads, compute_dtype
+from trl_packfa.parallel.zero3 import whole_shape
 
 # Number of tokens in the forward that records the products.
 _PROBED = 8

@@ -29,10 +29,10 @@ from trl_packfa.bench.data import MIXES
 from trl_packfa.bench.environment import large_heap
 from trl_packfa.bench.measuring import PeakMemory
 from trl_packfa.cli.output import add_json, print_rows
+from trl_packfa.data.flops import best_seconds, matmul_flops
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.plan.gather import read_length_list
-from trl_packfa.runtime.datasheet import datasheet_flops
-from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
+from trl_packfa.trainers.sft.datasheet import datasheet_flops
 
 # Sides with transformers' own mask and attention, and their name in transformers.
 TRANSFORMERS = "transformers-sdpa"

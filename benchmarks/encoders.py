@@ -28,7 +28,7 @@ from tiny_models.encoders import EMBEDDINGS, small_encoder
 from transformers import AutoTokenizer, logging
 
 import trl_packfa
-from trl_packfa.runtime.memory import resident_peak
+from trl_packfa.memory import resident_peak
 
 _BASE = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -37,7 +37,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.bench.environment import large_heap
-from trl_packfa.runtime.memory import resident_peak
+from trl_packfa.memory import resident_peak
 
 _VOCABULARY, _WIDTH, _PATCH = 8192, 512, 16
 _MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa.attention import AttentionArguments, get_backend
+from trl_packfa.autocast import HALF
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.kernels.cpu import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.call_context import packed_call
-from trl_packfa.runtime.autocast import HALF
 
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
-from trl_packfa.runtime.bitsandbytes import convertible_modules
+from trl_packfa.patching.bitsandbytes import convertible_modules
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 WAYS = {

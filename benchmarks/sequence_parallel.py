@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import DataCollatorForPacking, patch, shard_batch
 from trl_packfa.bench.measuring import reset_resident_peak
-from trl_packfa.runtime.memory import resident_peak
+from trl_packfa.memory import resident_peak
 
 VOCABULARY, DOCUMENT = 1024, 1024
 

@@ -22,7 +22,7 @@ from packaging.version import Version
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 from trl_packfa import __version__
-from trl_packfa.collator import DataCollatorForPacking
+from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.exactness import ExactnessReport, check
 from trl_packfa.layout import PackedLayout

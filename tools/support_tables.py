@@ -17,11 +17,11 @@ from trainer_runs import COMPARED, trains_as_padded
 from trl_packfa.adapters import table
 from trl_packfa.adapters.table import EXACT
 from trl_packfa.cli.models import HEADS, number
+from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
 from trl_packfa.patches.measured import composites, encoders, results, training
-from trl_packfa.trainers.common.requirements.arguments import ARGUMENTS, WITHOUT_PADS
-from trl_packfa.trainers.common.requirements.built import PATCHED, PRECISION, SAMPLER
-from trl_packfa.trainers.common.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
-from trl_packfa.trainers.common.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.requirements.built import PATCHED, PRECISION, SAMPLER
+from trl_packfa.trainers.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
+from trl_packfa.trainers.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
 
 Results = Mapping[str, Mapping[str, Any]]
 Answer = TypeVar("Answer", str, tuple[str, str])

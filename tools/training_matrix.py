@@ -28,7 +28,7 @@ from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import PackingError, first_line
 from trl_packfa.patches.measured import TRAINING, results
 from trl_packfa.patching.inspect import inner_model
-from trl_packfa.trainers.common.model_loading import default_adapter
+from trl_packfa.trainers.base.model_loading import default_adapter
 from trl_packfa.trainers.sft.lm_head import OwnHead
 
 # What trains: all weights, or the adapter that the trainer adds by itself.

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from .api import patched as patched
     from .api import unpatch as unpatch
     from .attention import AttentionArguments as AttentionArguments
-    from .collator import DataCollatorForPacking as DataCollatorForPacking
+    from .config.sft import PackedSFTConfig as PackedSFTConfig
+    from .data.collator import DataCollatorForPacking as DataCollatorForPacking
     from .exactness import ExactnessReport as ExactnessReport
     from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
+    from .parallel.sequence_parallel import shard_batch as shard_batch
     from .patches.base import Patch as Patch
     from .patches.registry import register_patch as register_patch
     from .patches.registry import registered_patches as registered_patches
     from .patching.describe import describe as describe
     from .plotting import plot as plot
-    from .runtime.sequence_parallel import shard_batch as shard_batch
     from .trainers.padding_free.padding_free import padding_free as padding_free
     from .trainers.preference.dpo import PackedDPOConfig as PackedDPOConfig
     from .trainers.preference.dpo import PackedDPOTrainer as PackedDPOTrainer
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
     from .trainers.preference.kto import PackedKTOTrainer as PackedKTOTrainer
     from .trainers.preference.reward import PackedRewardConfig as PackedRewardConfig
     from .trainers.preference.reward import PackedRewardTrainer as PackedRewardTrainer
-    from .trainers.sft.config import PackedSFTConfig as PackedSFTConfig
     from .trainers.sft.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
     "AttentionArguments": "attention",
-    "DataCollatorForPacking": "collator",
+    "DataCollatorForPacking": "data.collator",
     "ExactnessReport": "exactness",
     "PackedDPOConfig": "trainers.preference.dpo",
     "PackedDPOTrainer": "trainers.preference.dpo",
@@ -47,7 +47,7 @@ _HOME = {
     "PackedLayout": "layout",
     "PackedRewardConfig": "trainers.preference.reward",
     "PackedRewardTrainer": "trainers.preference.reward",
-    "PackedSFTConfig": "trainers.sft.config",
+    "PackedSFTConfig": "config.sft",
     "PackedSFTTrainer": "trainers.sft.trainer",
     "Patch": "patches.base",
     "check": "exactness",
@@ -58,12 +58,12 @@ _HOME = {
     "plot": "plotting",
     "register_patch": "patches.registry",
     "registered_patches": "patches.registry",
-    "shard_batch": "runtime.sequence_parallel",
+    "shard_batch": "parallel.sequence_parallel",
     "unpatch": "api",
 }
 
 # These names need TRL's trainers, which need a newer Python than the rest of the package.
-_NEEDS_TRL = {name for name, home in _HOME.items() if home.startswith("train")}
+_NEEDS_TRL = {name for name, home in _HOME.items() if home.startswith(("train", "config"))}
 
 __all__ = sorted(_HOME)
 

@@ -30,8 +30,8 @@ from attention_speed import document_lengths
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.bench.presets import preset_config
+from trl_packfa.data.flops import best_seconds
 from trl_packfa.layout.call_context import packed_call
-from trl_packfa.trainers.common.flops import best_seconds
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 Act = Callable[[], Any]

@@ -9,7 +9,7 @@ from pretended import on_any_device
 from trl_packfa import PackedLayout, attention
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, base, flash, get_backend, varlen
 from trl_packfa.errors import NoBackend
-from trl_packfa.runtime.length_groups import group_by_length
+from trl_packfa.layout.length_groups import group_by_length
 
 
 def test_groups_cover_every_document_once_and_waste_little():

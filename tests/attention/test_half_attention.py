@@ -11,7 +11,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.attention import cpu_half as half_on_cpu
 from trl_packfa.attention.cpu_half import CausalInHalf
-from trl_packfa.runtime.length_groups import _grouped
+from trl_packfa.layout.length_groups import _grouped
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -63,8 +63,8 @@ def test_as_precise_as_eager_attention(machine, case, dtype, monkeypatch):
 def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast, monkeypatch):
     """Results are in half precision all the same. Short documents, and all where half precision is emulated, run
     through torch's function, in float32."""
-    monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_SHARE", 0.0)
-    monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_TOKENS", 0)
+    monkeypatch.setattr("trl_packfa.layout.length_groups._SLACK_SHARE", 0.0)
+    monkeypatch.setattr("trl_packfa.layout.length_groups._SLACK_TOKENS", 0)
     _grouped.cache_clear()
     in_float32, attend = set(), F.scaled_dot_product_attention
 

@@ -11,12 +11,11 @@ from pretended import on_any_device, pretend
 from tolerance import assert_low_precision
 from torch._dynamo.exc import TorchRuntimeError
 
-from trl_packfa import PackedLayout, attention
+from trl_packfa import PackedLayout, attention, hub_kernel
 from trl_packfa.attention import AttentionArguments, AttentionRequest, flash, get_backend, resolve, varlen
 from trl_packfa.attention import flex as flex_module
 from trl_packfa.attention import sdpa as sdpa_module
 from trl_packfa.errors import NoBackend
-from trl_packfa.runtime import hub_kernel
 
 LENGTHS = (5, 70, 1, 30, 28)
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16

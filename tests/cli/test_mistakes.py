@@ -10,7 +10,7 @@ from training import FORMATS, built_trainers
 
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
-from trl_packfa.trainers.common import files
+from trl_packfa.data import files
 from trl_packfa.trainers.sft import script
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
@@ -123,7 +123,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
      r"train dataset is a stream. TRL's GRPOTrainer cannot train on streams"),
 ])  # fmt: skip
 def test_a_mistake_is_one_message(data, more, said, monkeypatch, capsys):
-    monkeypatch.setattr("trl_packfa.trainers.common.requirements.runs.is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr("trl_packfa.trainers.requirements.runs.is_flash_attn_2_available", lambda: False)
     assert train(data, *more) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Traceback" not in error

@@ -12,8 +12,8 @@ from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import PackedCall, find_layout, packed_call
+from trl_packfa.override import override_in
 from trl_packfa.patching.apply import find_state
-from trl_packfa.runtime.override import override_in
 
 LAYER = "model.layers.2.self_attn"
 

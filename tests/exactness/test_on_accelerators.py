@@ -14,6 +14,7 @@ from torch import nn
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention.block_mask import BLOCK, block_mask
 from trl_packfa.attention.sdpa import SdpaBackend
+from trl_packfa.autocast import multiplies_in_tf32
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import isolation, measure, rounding, subject
 from trl_packfa.exactness.comparison import TOLERANCES
@@ -21,7 +22,6 @@ from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
 from trl_packfa.exactness.probe import Arrangement
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import find_backbone, max_positions
-from trl_packfa.runtime.autocast import multiplies_in_tf32
 
 MODEL = {"layers": 2, "max_position_embeddings": 1024}
 

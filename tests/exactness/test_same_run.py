@@ -8,7 +8,7 @@ from datasets import Dataset
 from training import SAVING, arguments, dataset, packed_trainer, rows, trained
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.checkpoint_files import MANIFEST, write_manifest
+from trl_packfa.trainers.saving.checkpoint_files import MANIFEST, write_manifest
 
 
 def resumed(out, changes=None, **options):

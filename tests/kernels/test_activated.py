@@ -15,7 +15,7 @@ from trl import SFTConfig
 from trl_packfa import PackedLayout, PackedSFTConfig, patch, unpatch
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.kernels.lora.activated import activated_tokens
-from trl_packfa.runtime.override import override_in
+from trl_packfa.override import override_in
 
 CALL = [5, 6, 7]
 LENGTHS = (13, 2, 29, 3, 29, 21)

@@ -12,7 +12,7 @@ from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
-from trl_packfa.runtime.override import override_in
+from trl_packfa.override import override_in
 
 LAYOUT = PackedLayout.from_lengths((5, 12))
 PIECES = {"one piece": 2**18, "pieces of 5 rows": 5 * 64, "pieces of one": 1}

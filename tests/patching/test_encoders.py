@@ -14,10 +14,10 @@ from transformers import AutoModel, BartConfig, BartForConditionalGeneration, Ba
 from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
+from trl_packfa.override import override_in
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
 from trl_packfa.patching.unpadding import SpanLossOverride
-from trl_packfa.runtime.override import override_in
 
 LENGTHS = (9, 3, 14, 1)
 # Pooling of a first column, positions from the padding index, one layer run several times, windows on both sides, and

@@ -16,6 +16,9 @@ from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
+from trl_packfa.data import epoch_plan
+from trl_packfa.data.batching import Batching
+from trl_packfa.data.epoch_plan import plan_epoch
 from trl_packfa.packing import (
     BFD,
     MINIBATCH,
@@ -30,9 +33,6 @@ from trl_packfa.packing import (
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, fitting_table, tables
-from trl_packfa.trainers.common.batching import Batching
-from trl_packfa.trainers.sft import epoch_plan
-from trl_packfa.trainers.sft.epoch_plan import plan_epoch
 from trl_packfa.trainers.sft.memory import estimate, layer_bytes
 
 pytest.importorskip("matplotlib")
@@ -118,7 +118,7 @@ def test_order_and_dropping_follow_the_arguments():
 def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
     lengths = np.array(UNEVEN * 8)
     sampled = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    monkeypatch.setattr("trl_packfa.trainers.sft.epoch_plan._SAMPLED", 10_000)
+    monkeypatch.setattr("trl_packfa.data.epoch_plan._SAMPLED", 10_000)
     whole = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
     assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
     assert_estimate(sampled.micro_batches, whole.micro_batches)

@@ -7,9 +7,9 @@ import pytest
 import vision
 
 from trl_packfa.cli.main import main
+from trl_packfa.data.batching import Batching
 from trl_packfa.packing import STEP, fewest_micro_batches
 from trl_packfa.plan import gather
-from trl_packfa.trainers.common.batching import Batching
 
 
 @pytest.fixture

@@ -40,10 +40,10 @@ README = (ROOT / "README.md").read_text()
 
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
-    "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches",
-    "patching", "adapters", "exactness", "api", "register", "plotting", "terminal", "trainers.common",
-    "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
-    "frameworks", "plan", "demo", "bench", "cli", "__main__",
+    "errors", "versions", "memory", "override", "compile", "autocast", "hub_kernel", "layout", "packing", "attention",
+    "config", "parallel", "kernels", "patches", "patching", "adapters", "data", "exactness", "api", "register",
+    "plotting", "terminal", "trainers.saving", "trainers.base", "trainers.requirements", "trainers.padding_free",
+    "trainers.sft", "trainers.preference", "trainers", "frameworks", "plan", "demo", "bench", "cli", "__main__",
 ]  # fmt: skip
 # Folders that know nothing of Hugging Face's libraries.
 BARE = {"layout", "packing", "attention"}
@@ -55,7 +55,7 @@ def modules():
 
 
 def name_of(path):
-    """`("training", "config")` for trl_packfa/trainers/sft/config.py, `("attention",)` for a folder itself."""
+    """`("training", "config")` for trl_packfa/config/sft.py, `("attention",)` for a folder itself."""
     relative = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.relative_to(ROOT)
     return tuple(part for part in relative.with_suffix("").parts if part != "__init__")
 

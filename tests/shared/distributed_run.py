@@ -33,8 +33,8 @@ from trl_packfa.attention import dispatch
 from trl_packfa.bench.measuring import compiled_graphs
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import find_layout
-from trl_packfa.runtime import sequence_parallel
-from trl_packfa.runtime.sequence_parallel import shifted_labels
+from trl_packfa.parallel import sequence_parallel
+from trl_packfa.parallel.sequence_parallel import shifted_labels
 
 STEPS, SAVE, BATCH = 4, 2, 8
 

@@ -12,7 +12,7 @@ from training import arguments
 from trl_trainers import beyond, train
 
 import trl_packfa
-from trl_packfa.trainers.common.image_examples import Merging
+from trl_packfa.data.image_examples import Merging
 
 # `IMAGE_STEPS=20` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
@@ -67,7 +67,7 @@ def mix_images_up(monkeypatch):
         return {**found, "pixel_values": found["pixel_values"].flip(0)}
 
     monkeypatch.setattr(Merging, "_merged", mixed_up)
-    monkeypatch.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
+    monkeypatch.setattr("trl_packfa.data.image_examples._equal", lambda merged, own: True)
 
 
 def differing(expected, logs, **options):

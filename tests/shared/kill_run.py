@@ -25,8 +25,8 @@ from distributed_run import STEPS, run
 from transformers import TrainerCallback
 
 from trl_packfa import PackedSFTTrainer
-from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
-from trl_packfa.trainers.common.step_cutting import StepPlan
+from trl_packfa.data.step_cutting import StepPlan
+from trl_packfa.trainers.saving.checkpoint_files import last_whole_checkpoint
 
 WORLD = 2
 STOPPED = 30  # seconds that a collective waits for a rank that only stopped

@@ -3,10 +3,10 @@
 import numpy as np
 from training import arguments
 
+from trl_packfa.data.dataset import Tokens
 from trl_packfa.packing import TrainedTokens
 from trl_packfa.plan.gather import Source
 from trl_packfa.plan.run import make_plan
-from trl_packfa.trainers.common.dataset import Tokens
 
 UNEVEN = [int(n) for n in np.exp(np.random.default_rng(0).normal(3.5, 0.9, 300)).clip(2, 400)]
 

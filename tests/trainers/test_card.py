@@ -3,7 +3,7 @@
 import tiny
 from training import arguments, packed_trainer, trained
 
-from trl_packfa.trainers.common.card import add_section, packing_section
+from trl_packfa.trainers.saving.card import add_section, packing_section
 
 
 def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):

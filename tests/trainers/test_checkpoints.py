@@ -11,8 +11,8 @@ from training import SAVING, arguments, logs_of, losses, packed_trainer, trained
 from trl_trainers import build_packed
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common import checkpoint_files
-from trl_packfa.trainers.common.checkpoint_files import MANIFEST, PACKING_REPORT, damage, last_whole_checkpoint
+from trl_packfa.trainers.saving import checkpoint_files
+from trl_packfa.trainers.saving.checkpoint_files import MANIFEST, PACKING_REPORT, damage, last_whole_checkpoint
 
 # A rate that does not depend on how many steps are meant.
 LONGER = {**SAVING, "max_steps": 6, "lr_scheduler_type": "constant"}

@@ -15,7 +15,7 @@ def config(tmp="out", **options):
 
 
 def test_without_a_gpu_float32_is_meant(monkeypatch):
-    monkeypatch.setattr("trl_packfa.trainers.common.config.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("trl_packfa.config.common.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert PackedSFTConfig("out").bf16 is False and PackedSFTConfig("out").dtype == "float32"
     with pytest.raises(ValueError, match="doesn't support bf16"):

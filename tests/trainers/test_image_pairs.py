@@ -8,8 +8,8 @@ from selection import exhaustive
 from tolerance import CONTROL
 from trl_trainers import beyond, train
 
+from trl_packfa.data.image_examples import Merging
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.image_examples import Merging
 
 APO = {"loss_type": "apo_zero_unpaired"}
 LORA = ["q_proj", "v_proj"]

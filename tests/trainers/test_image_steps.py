@@ -12,9 +12,9 @@ from training import arguments
 from trl_trainers import train
 
 import trl_packfa
+from trl_packfa.data.image_examples import ImageWeights
+from trl_packfa.data.steps import micro_batches_of
 from trl_packfa.errors import ContaminationError, InvalidConfig
-from trl_packfa.trainers.common.image_examples import ImageWeights
-from trl_packfa.trainers.common.steps import micro_batches_of
 from trl_packfa.trainers.sft.images import ImageCutter
 
 

@@ -22,9 +22,9 @@ from trl_trainers import (
 )
 
 import trl_packfa
+from trl_packfa.config.requirements import Requirement
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers.common.requirements import Requirement
 
 
 def plain(kind, out, **options):

@@ -11,7 +11,7 @@ from training import FORMATS, SAVING, arguments, losses, packed_trainer, trained
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
-from trl_packfa.trainers.common.checkpoint_files import checkpoint_to_resume, finished_message
+from trl_packfa.trainers.saving.checkpoint_files import checkpoint_to_resume, finished_message
 from trl_packfa.trainers.sft import script as launch
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"

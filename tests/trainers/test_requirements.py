@@ -9,13 +9,13 @@ from datasets import Dataset, IterableDataset
 from training import arguments, packed_trainer, trained
 from trl import SFTConfig
 
+from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
+from trl_packfa.config.requirements import Found, Requirement, Run, require
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
-from trl_packfa.trainers.common.requirements import Found, Requirement, Run, require
-from trl_packfa.trainers.common.requirements.arguments import ARGUMENTS, WITHOUT_PADS
-from trl_packfa.trainers.common.requirements.built import PATCHED, PRECISION, SAMPLER
-from trl_packfa.trainers.common.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
-from trl_packfa.trainers.common.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
-from trl_packfa.trainers.common.requirements.training import Training
+from trl_packfa.trainers.requirements.built import PATCHED, PRECISION, SAMPLER
+from trl_packfa.trainers.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
+from trl_packfa.trainers.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.sft.construction import settle_arguments
 
 RUN = Run(SimpleNamespace(size=3), "a trainer")

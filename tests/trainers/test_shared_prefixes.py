@@ -11,11 +11,11 @@ from selection import exhaustive, in_full
 from trl_trainers import beyond, build, build_packed, pairs, run, train
 
 import trl_packfa
+from trl_packfa.data.collating import CountingCollator
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.trainers.common.collating import CountingCollator
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
 

@@ -14,11 +14,12 @@ from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.bench.presets import preset_config
+from trl_packfa.data import epoch_plan, flops, templates
+from trl_packfa.data.flops import ModelFlops, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
 from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers.common import flops, packed_run, preflight
-from trl_packfa.trainers.common.flops import ModelFlops, experts_of_token, quadratic_weight
-from trl_packfa.trainers.sft import epoch_plan, memory, throughput, trainer
+from trl_packfa.trainers.base import packed_run
+from trl_packfa.trainers.sft import memory, throughput, trainer
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
 
@@ -195,7 +196,7 @@ def broken(*args, **kwargs):
 FIGURES = [
     (flops, "attention_heads"), (throughput, "matmul_flops"), (throughput, "known_peak"), (memory, "inner_model"),
     (memory, "frozen_in_float32"), (epoch_plan, "plan_epoch"), (trainer, "describe"), (packed_run, "packing_section"),
-    (preflight, "_some"),
+    (templates, "_some"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from tolerance import assert_another_run, assert_float32, assert_trajectory
 from training import arguments, batches_of, dataset, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
-from trl_packfa.collator import SOURCES
+from trl_packfa.data.collator import SOURCES
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.sft.loss_terms import count_examples, example_weights
 

@@ -15,7 +15,7 @@ from tolerance import assert_estimate
 from training import arguments, lora_config, packed_trainer
 
 from trl_packfa import PackedSFTConfig, patch
-from trl_packfa.trainers.common.flops import attention_heads
+from trl_packfa.data.flops import attention_heads
 from trl_packfa.trainers.sft import memory
 from trl_packfa.trainers.sft.memory import checkpointing_can_be_off, estimate, shape_as_loaded, without_checkpointing
 

@@ -19,8 +19,8 @@ from training import arguments, packed_trainer
 from trl_packfa import describe, patch, registered_patches, unpatch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import quiet
-from trl_packfa.runtime.bitsandbytes import SWITCH
-from trl_packfa.trainers.common.model_loading import READ_DIRECTLY
+from trl_packfa.patching.bitsandbytes import SWITCH
+from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 

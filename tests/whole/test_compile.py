@@ -22,7 +22,7 @@ from training import AfterEachStep, arguments, dataset, lora_config, losses, pac
 from trl_packfa import check, patch, unpatch
 from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import compiled_graphs
-from trl_packfa.runtime.compile import runs_compiled, uncompiled
+from trl_packfa.compile import runs_compiled, uncompiled
 from trl_packfa.trainers.sft import model_code
 
 # More layers than torch compiles variants of a function.

@@ -9,10 +9,10 @@ from tiny_models import small_model
 from tolerance import differs
 from training import arguments, losses, packed_trainer, trained
 
+from trl_packfa.config.requirements import require
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.trainers.common.requirements import require
-from trl_packfa.trainers.common.requirements.built import PRECISION
-from trl_packfa.trainers.common.requirements.training import Training
+from trl_packfa.trainers.requirements.built import PRECISION
+from trl_packfa.trainers.requirements.training import Training
 
 FULL = {"use_peft": False, "learning_rate": 1e-4}
 

@@ -15,7 +15,7 @@ from training import arguments, dataset, logs_of, losses, packed_trainer, rows, 
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
+from trl_packfa.trainers.saving.checkpoint_files import last_whole_checkpoint
 
 STEPS, SAVE = 8, 2
 PHASES = ("forward", "optimizer", "writing the checkpoint", "after the checkpoint")

@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.data.batching import Batching
+from trl_packfa.data.streaming import STREAM_WINDOW, PackedStream, resumes_by_state
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.packing import BFD, MINIBATCH, WRAPPED, pack_buffer
-from trl_packfa.trainers.common.batching import Batching
-from trl_packfa.trainers.sft.streaming import STREAM_WINDOW, PackedStream, resumes_by_state
 
 COUNT = 120
 ROWS = {"strategy": BFD, "max_length": 40}

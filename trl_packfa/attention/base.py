@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..autocast import autocast_dtype
 from ..layout import AttentionLayout, PackedLayout
-from ..runtime.autocast import autocast_dtype
 
 # A term that is added to the scores: a function from the indices of packed queries `(G, Q)` and keys `(G, M)` to a
 # tensor `(G, 1 or N, Q, M)`.

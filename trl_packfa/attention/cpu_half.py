@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..runtime.autocast import HALF, has_half_products
+from ..autocast import HALF, has_half_products
 
 # Longest document times head dim up to which float32 is faster: for forward and backward, and for the backward in
 # bfloat16 with AMX. Measured for heads of 64, 80 and 128 features with AVX512-BF16 and AMX.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..autocast import cast_to_autocast_dtype
+from ..compile import outside_of_graphs
 from ..layout import AttentionLayout, PackedLayout
-from ..runtime.autocast import cast_to_autocast_dtype
-from ..runtime.compile import outside_of_graphs
 from .backends import get_backend
 from .base import AttentionArguments, AttentionCall
 from .capabilities import AttentionBackend

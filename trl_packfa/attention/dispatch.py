@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..compile import constant_in_graphs, outside_of_graphs
 from ..errors import NoBackend, PackingError
 from ..layout import PackedLayout
-from ..runtime.compile import constant_in_graphs, outside_of_graphs
 from .backends import BACKENDS, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest, exceeds_int32
 from .capabilities import AttentionBackend

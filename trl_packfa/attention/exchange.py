@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed
 
+from ..compile import outside_of_graphs
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.shard import RowShard
-from ..runtime.compile import outside_of_graphs
 from .base import AttentionArguments
 
 Attend: TypeAlias = Callable[

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..runtime.autocast import cast_to_autocast_dtype
-from ..runtime.compile import constant_in_graphs
+from ..autocast import cast_to_autocast_dtype
+from ..compile import constant_in_graphs
 from .base import AttentionCall, AttentionRequest
 from .capabilities import HALF, AttentionBackend, Capabilities
 
@@ -111,7 +111,7 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
         return _KERNELS[capability]
     if _HUB not in _KERNELS:
         # It is downloaded code from others. `auto` never gets it, also in a process that has loaded it.
-        from ..runtime.hub_kernel import hub_flash_attn_varlen_func
+        from ..hub_kernel import hub_flash_attn_varlen_func
 
         function = None if find_spec("kernels") is None else hub_flash_attn_varlen_func()
         _KERNELS[_HUB] = None if function is None else _kernel_of(function, version="2, from the Hub")

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..autocast import cast_to_autocast_dtype
+from ..compile import allow_graphs
 from ..layout import AttentionLayout
-from ..runtime.autocast import cast_to_autocast_dtype
-from ..runtime.compile import allow_graphs
 from .base import AttentionCall, AttentionRequest
 from .block_mask import block_mask
 from .capabilities import AttentionBackend, Capabilities

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ..autocast import autocast_dtype, cast_to_autocast_dtype
 from ..layout import PackedLayout
-from ..runtime.autocast import autocast_dtype, cast_to_autocast_dtype
-from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
+from ..layout.length_groups import group_by_length, pack_groups, pad_groups
 from .base import AttentionArguments, AttentionCall
 from .capabilities import AttentionBackend, Capabilities
 from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32

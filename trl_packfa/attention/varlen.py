@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.autocast import cast_to_autocast_dtype
+from ..autocast import cast_to_autocast_dtype
 from .base import AttentionCall, AttentionRequest
 from .capabilities import AttentionBackend
 from .flash import FLASH, equally_wide

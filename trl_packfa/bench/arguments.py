@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ..config.sft import PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import STEP
-from ..trainers.common.parsing import parse
-from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.base.parsing import parse
 from .presets import PRESETS
 from .sides import KINDS, TRAINERS, Side, parse_sides
 

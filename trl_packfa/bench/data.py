@@ -13,12 +13,12 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import get_dataset
 
+from ..config.sft import PackedSFTConfig
+from ..data.dataset import count_trained, cut_dataset, read_lengths
+from ..data.files import load_dataset_dict
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import PackingReport
 from ..plan.gather import read_length_list
-from ..trainers.common.dataset import count_trained, cut_dataset, read_lengths
-from ..trainers.common.files import load_dataset_dict
-from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 from .arguments import Setup
 

@@ -11,9 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from ..runtime.memory import resident_peak
-from ..trainers.common.collating import CountedBatch
-from ..trainers.common.steps import micro_batches_of
+from ..data.collating import CountedBatch
+from ..data.steps import micro_batches_of
+from ..memory import resident_peak
 
 # Token ids are mixed before they are added up, so that different sets of tokens have different sums.
 _MIX = 2_654_435_761

@@ -20,15 +20,15 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, get_peft_config
 
+from ..config.sft import PackedSFTConfig
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import STEP
-from ..trainers.common.model_loading import config_of, init_kwargs, quantization_of
+from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
 from ..trainers.padding_free.padding_free import padding_free
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer
 from ..trainers.preference.kto import PackedKTOTrainer
 from ..trainers.preference.reward import PackedRewardTrainer
-from ..trainers.sft.config import PackedSFTConfig
 from .sides import Side, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

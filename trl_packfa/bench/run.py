@@ -16,8 +16,8 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..trainers.common.flops import ModelFlops
-from ..trainers.sft.config import PackedSFTConfig
+from ..config.sft import PackedSFTConfig
+from ..data.flops import ModelFlops
 from ..trainers.sft.throughput import known_peak, peak_flops
 from .arguments import Setup
 from .compare import Result, require_equal_work

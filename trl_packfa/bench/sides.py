@@ -14,14 +14,14 @@ from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer, get_peft_config
 
 from ..attention import get_backend
+from ..autocast import HALF
+from ..config.sft import PackedSFTConfig
+from ..data.dataset import read_lengths
+from ..data.flops import compute_dtype
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
 from ..patching.apply import find_state
-from ..runtime.autocast import HALF
-from ..trainers.common.dataset import read_lengths
-from ..trainers.common.flops import compute_dtype
-from ..trainers.common.model_loading import config_of, init_kwargs, quantization_of
-from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
 from ..trainers.sft.trainer import PackedSFTTrainer
 
 FLASH = "flash_attention_2"

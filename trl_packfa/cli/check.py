@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the model and print the report; return 0 if packing is exact, else 3."""
     require_versions(training=False)
     from ..terminal.progress import a_line_per_thing
-    from ..trainers.common.hub import load_for_check
+    from ..trainers.base.hub import load_for_check
 
     with a_line_per_thing():
         model = load_for_check(args.model, dtype=args.dtype, adapter=args.adapter)
@@ -65,7 +65,7 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     from ..patching.apply import find_state
     from ..patching.inspect import inner_model
     from ..terminal.progress import proving
-    from ..trainers.common.hub import is_encoder, load_tokenizer
+    from ..trainers.base.hub import is_encoder, load_tokenizer
 
     inner = inner_model(model)
     padded = is_encoder(inner.config) or inner.get_output_embeddings() is None

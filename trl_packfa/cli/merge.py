@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Merge the adapter, save the model and print its folder."""
     require_versions(training=False)
     from ..terminal.progress import a_line_per_thing
-    from ..trainers.common.hub import merge_adapter
+    from ..trainers.base.hub import merge_adapter
 
     with a_line_per_thing():
         model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)

@@ -23,9 +23,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
+from ..config.sft import PackedSFTConfig
+from ..data.files import load_dataset_dict
 from ..terminal.progress import RichProgressCallback, packing_table, quiet
-from ..trainers.common.files import load_dataset_dict
-from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
 from .corpus import docstring_dataset
 

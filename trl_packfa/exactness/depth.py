@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..override import attributes_set
+from ..parallel.zero3 import is_partitioned, whole_size
 from ..patching.apply import PatchState
-from ..runtime.override import attributes_set
-from ..runtime.zero3 import is_partitioned, whole_size
 from .subject import Subject
 
 # Layers with this many parameters run all arrangements, about ten thousand tokens, in a few seconds on one core.

@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from ..compile import uncompiled
 from ..layout import PackedLayout
 from ..layout.call_context import BOUNDARIES
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows
 from ..layout.shard import RowShard
+from ..override import set_inside
+from ..parallel.sequence_parallel import ShardedRowModel, shard_batch
+from ..parallel.zero3 import is_engine, is_in_parts
 from ..patching import router_loss
 from ..patching.apply import unpadding_of
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
-from ..runtime.compile import uncompiled
-from ..runtime.override import set_inside
-from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
-from ..runtime.zero3 import is_engine, is_in_parts
 from .compare import nan_as_inf, relative_difference
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .first_padded_batch import check_padded_call

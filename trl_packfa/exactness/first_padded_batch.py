@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..layout.padded_rows import PaddedRows
+from ..parallel.zero3 import is_partitioned
 from ..patching import cross_attention
 from ..patching.apply import find_state
 from ..patching.handed_masks import handed_masks
 from ..patching.inspect import inner_model
 from ..patching.unpadding import states_of
-from ..runtime.zero3 import is_partitioned
 from .compare import relative_difference
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .quiet import quiet

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collator import DataCollatorForPacking
+from ..compile import runs_compiled, uncompiled
+from ..data.collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
+from ..kernels.random_states import devices_of, random_states
+from ..memory import return_freed_memory
+from ..override import set_inside
+from ..parallel.zero3 import gradients_taken, whole_size
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import NAME, named_state, runs_by_name
-from ..runtime.compile import runs_compiled, uncompiled
-from ..runtime.memory import return_freed_memory
-from ..runtime.override import set_inside
-from ..runtime.random_states import devices_of, random_states
-from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
 from .comparison import VISIBLE, Comparison

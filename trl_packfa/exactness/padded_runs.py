@@ -14,8 +14,8 @@ import torch
 from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
+from ..override import set_inside
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
-from ..runtime.override import set_inside
 from .compare import relative_difference
 from .documents import Documents
 from .following import Following, Result, Run

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.autocast import HALF, has_half_products
-from ..runtime.zero3 import whole_size
+from ..autocast import HALF, has_half_products
+from ..parallel.zero3 import whole_size
 from .depth import CHEAP
 
 # Each product and its variant that writes into a tensor. The variant is not replaced, so it computes the replacement.

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..kernels.random_states import devices_of, random_states_kept
+from ..override import set_inside
+from ..patching.bitsandbytes import unconverted
 from ..patching.inspect import own_config
 from ..patching.rotary import fresh_frequencies
-from ..runtime.bitsandbytes import unconverted
-from ..runtime.override import set_inside
-from ..runtime.random_states import devices_of, random_states_kept
 
 # Names of rates at which random numbers are drawn in training: dropout, dropped layers, router jitter, noise.
 _DRAWS = re.compile(r"drop|jitter|noise|neftune")

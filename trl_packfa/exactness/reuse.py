@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import figure
+from ..override import override_in
 from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
-from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .comparison import Comparison
 from .report import ExactnessReport

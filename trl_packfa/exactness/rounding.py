@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.autocast import multiplies_in_tf32
+from ..autocast import multiplies_in_tf32
 
 # Modules that return their input.
 _KEEP = (nn.Identity, nn.Dropout)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..compile import runs_compiled
 from ..errors import UnsupportedModel, is_out_of_memory
+from ..parallel.zero3 import is_partitioned
 from ..patching.inspect import inner_model
 from ..patching.unpadding import states_of
-from ..runtime.compile import runs_compiled
-from ..runtime.zero3 import is_partitioned
 
 
 class Scores(NamedTuple):

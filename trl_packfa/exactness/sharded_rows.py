@@ -14,12 +14,12 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compile import uncompiled
 from ..layout.shard import RowShard
+from ..parallel.sequence_parallel import ShardedRowModel
+from ..parallel.zero3 import gradients_taken
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
-from ..runtime.compile import uncompiled
-from ..runtime.sequence_parallel import ShardedRowModel
-from ..runtime.zero3 import gradients_taken
 from .compare import nan_as_inf, relative_gradients, worst_gradient
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .documents import draw_documents, known_tokens

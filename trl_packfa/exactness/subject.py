@@ -11,10 +11,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from ..autocast import multiplies_in_tf32
+from ..parallel.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
 from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
-from ..runtime.autocast import multiplies_in_tf32
-from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
 from .compare import nan_as_inf
 from .following import find_parts
 

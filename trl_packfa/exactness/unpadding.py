@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compile import uncompiled
 from ..errors import UnsupportedModel
 from ..layout.prefix_tree import SHORTEST
+from ..memory import return_freed_memory
+from ..override import set_inside
+from ..parallel.zero3 import gradients_taken
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
-from ..runtime.compile import uncompiled
-from ..runtime.memory import return_freed_memory
-from ..runtime.override import set_inside
-from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
 from .comparison import VISIBLE, Comparison
 from .depth import layers_to_skip, skipping

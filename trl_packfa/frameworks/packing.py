@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..api import patch
-from ..collator import DataCollatorForPacking
+from ..data.collator import DataCollatorForPacking
 from ..exactness import check
 from ..patching.apply import find_state
 

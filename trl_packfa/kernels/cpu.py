@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..layout.call_context import current_call
-from ..runtime.override import Override, computes_as
+from ..override import Override, computes_as
 
 # Elements of a piece: 1 MB of float32. Half and twice this size were not faster on CPUs with 2 MB per core.
 _ELEMENTS = 2**18

@@ -25,7 +25,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ..layout.call_context import current_call
-from ..runtime.override import Override, computes_as, runs_own_forward
+from ..override import Override, computes_as, runs_own_forward
 from ..versions import installed_version
 
 # The oldest supported version, which added rotations of a part of the head.

@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
+from ..compile import CompiledLayer
 from ..errors import NoBackend
 from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
 from ..kernels.lm_head.labelled import LabelledHead, trl_options
 from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
 from ..kernels.rotary import PlainRotation
+from ..override import Override
 from ..patches.base import (
     AttentionPatch,
     EncoderPatch,
@@ -32,9 +34,7 @@ from ..patches.base import (
     RebatchPatch,
     StackPatch,
 )
-from ..runtime import bitsandbytes
-from ..runtime.compile import CompiledLayer
-from ..runtime.override import Override
+from . import bitsandbytes
 from .attention_interface import InterfaceOptions, interface_config, mask_config, require_registered
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride

@@ -20,10 +20,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ..attention.dispatch import BackendChoice
+from ..compile import outside_of_graphs
 from ..errors import InvalidConfig, PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
-from ..runtime.compile import outside_of_graphs
 from .handed_masks import note_mask
 from .mask_rules import sees_ahead
 from .named_attention import attend_by_name, mask_by_name

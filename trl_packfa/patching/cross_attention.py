@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layout.call_context import KEYWORD, find_call, packed_call
 from ..layout.padded_rows import PaddedRows
-from ..runtime.override import NamedOverride
+from ..override import NamedOverride
 
 # transformers' names: image states `(B * I, K, D)`, and a mask `(B, 1, L, I * K)` of the keys that a token sees.
 _STATES = "cross_attention_states"

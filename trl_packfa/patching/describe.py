@@ -19,7 +19,7 @@ from ..kernels.liger import (
 from ..kernels.lora import describe_lora
 from ..kernels.lora.overrides import GatedMLPOverride
 from ..kernels.rotary import rotates
-from ..runtime.override import Override, override_in
+from ..override import Override, override_in
 from .forwards import AttentionOverride
 from .inspect import model_type
 from .named_models import NAME, runs_by_name

@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
+from ..compile import around_graphs, outside_of_graphs
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call, packed_call
 from ..layout.from_call import layout_of
+from ..layout.length_groups import group_by_length
 from ..layout.padded_rows import PaddedRows, as_rows
-from ..runtime.compile import around_graphs, outside_of_graphs
-from ..runtime.length_groups import group_by_length
-from ..runtime.override import NamedOverride
+from ..override import NamedOverride
 from .handed_masks import HandedMasks, handed_masks
 from .inspect import own_config
 from .unpadding import Unpadding, refuse_packed

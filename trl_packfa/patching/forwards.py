@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
+from ..autocast import autocast_dtype
+from ..compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..errors import PackingError
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
@@ -31,15 +33,13 @@ from ..layout.call_context import (
 from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
+from ..override import NamedOverride, Override, forward_signature
 from ..patches.base import QKV, AttentionPatch, FunctionPatch, Heads, InterfacePatch, RebatchPatch, StackPatch
-from ..runtime.autocast import autocast_dtype
-from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
-from ..runtime.neftune import noise_of_padded_rows
-from ..runtime.override import NamedOverride, Override, forward_signature
-from ..runtime.per_document import FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
 from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions, own_config
+from .neftune import noise_of_padded_rows
+from .per_document import FOUND_BY_ITSELF, run_backbone_by_document
 from .rotary import depends_on_length
 from .state import PatchState
 from .unpadding import refuse_modalities, refuse_packed

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ..compile import outside_of_graphs
 from ..errors import PackingError
 from ..layout.blocks import Block, Blocks
 from ..layout.call_context import is_empty_mask
 from ..layout.padded_rows import PaddedRows, rows_of
-from ..runtime.compile import outside_of_graphs
 from .mask_rules import RowBlocks, blocks_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModel
+from ..parallel.zero3 import whole_shape
 from ..patches.base import (
     AttentionPatch,
     EncoderPatch,
@@ -30,7 +31,6 @@ from ..patches.base import (
     StackPatch,
 )
 from ..patches.registry import get_patch_for_type
-from ..runtime.zero3 import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
+from ..compile import outside_of_graphs
+from ..kernels.random_states import devices_of, random_states_kept
 from ..layout import PackedLayout
 from ..layout.call_context import (
     BOUNDARIES,
@@ -29,13 +31,11 @@ from ..layout.call_context import (
     is_empty_mask,
     packed_call,
 )
+from ..override import NamedOverride, Override
 from ..patches.base import InterfacePatch, ModulePatch
-from ..runtime.compile import outside_of_graphs
-from ..runtime.override import NamedOverride, Override
-from ..runtime.per_document import run_by_document
-from ..runtime.random_states import devices_of, random_states_kept
 from .inspect import class_names
 from .packed_attention import attend_packed
+from .per_document import run_by_document
 
 logger = logging.getLogger(__name__)
 

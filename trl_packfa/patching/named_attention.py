@@ -23,13 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.base import AttentionArguments
 from ..attention.reference import dense_attention
+from ..compile import outside_of_graphs
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
 from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..patches.base import InterfacePatch
-from ..runtime.compile import outside_of_graphs
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
 from .named_models import AS_SDPA, CHOSEN, require_positions, served_patch

@@ -13,10 +13,10 @@ import torch
 
 from ..attention.base import AttentionArguments, chosen_keys
 from ..attention.dispatch import BackendChoice
+from ..compile import outside_of_graphs
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..patches.base import Heads
-from ..runtime.compile import outside_of_graphs
 from .inspect import is_causal
 
 # The options of transformers' attention interface that packed attention reads.

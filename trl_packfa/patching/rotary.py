@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compile import outside_of_graphs
 from ..layout.call_context import current_call, packed_call
-from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override, forward_signature, named_arguments
+from ..override import Override, forward_signature, named_arguments
 
 # Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.
 LENGTH_DEPENDENT = ("longrope", "dynamic")

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..compile import around_graphs, outside_of_graphs
 from ..errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.from_call import has_cache, layout_of
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
 from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
-from ..runtime.compile import around_graphs, outside_of_graphs
-from ..runtime.neftune import EmbeddingNoise
-from ..runtime.override import NamedOverride, forward_signature, set_inside
+from ..override import NamedOverride, forward_signature, set_inside
 from .inspect import inner_model, own_config
+from .neftune import EmbeddingNoise
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..data.batching import FREE, Batching
+from ..data.epoch_plan import EpochPlan, plan_epoch
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
-from ..trainers.common.batching import FREE, Batching
-from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
 from .compare import total_steps
 from .report import Plan

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..config.sft import PackedSFTConfig
+from ..data.batching import FREE, Batching
+from ..data.dataset import Tokens
+from ..data.epoch_plan import EpochPlan, plan_epoch
+from ..data.step_cutting import require_budget
 from ..errors import InvalidConfig
 from ..packing import PADDED, STRATEGIES, PackingReport, Strategy, plan_overflow
-from ..trainers.common.batching import FREE, Batching
-from ..trainers.common.dataset import Tokens
-from ..trainers.common.step_cutting import require_budget
-from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data.batching import FREE, Batching
 from ..packing import MINIBATCH, PADDED, STEP
 from ..plotting import draw_row, require_matplotlib
-from ..trainers.common.batching import FREE, Batching
 from .compare import Outcome
 from .report import Plan
 from .terminal import LABELS, gpus

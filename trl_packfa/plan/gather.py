@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from ..config.requirements import require
+from ..config.sft import PackedSFTConfig
+from ..data.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
+from ..data.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
+from ..data.raw_dataset import require_whole
+from ..data.templates import load_tokenizer
+from ..data.tokenizing import Tokenized, tokenized, tokenizing_trainer
+from ..data.turns import CONVERSATION, join
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..trainers.common.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
-from ..trainers.common.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
-from ..trainers.common.preflight import load_tokenizer
-from ..trainers.common.requirements import require
-from ..trainers.common.requirements.data import DATA, FORMATS, IMAGES, TEXTS
-from ..trainers.common.requirements.training import Training
-from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.raw_dataset import require_whole
-from ..trainers.sft.tokenizing import Tokenized, tokenized, tokenizing_trainer
-from ..trainers.sft.turns import CONVERSATION, join
+from ..trainers.requirements.data import DATA, FORMATS, IMAGES, TEXTS
+from ..trainers.requirements.training import Training
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
 _PROCESSED = 256

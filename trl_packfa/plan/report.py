@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..config.sft import PackedSFTConfig
 from ..packing import PADDED
-from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.memory import FORMULA, Memory, ModelShape
 from .compare import Outcome, total_steps
 from .gather import Source

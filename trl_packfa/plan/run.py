@@ -11,16 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ..config.requirements import require
+from ..config.sft import PackedSFTConfig
+from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
 from ..plotting import require_matplotlib
 from ..terminal.progress import a_line_per_thing
-from ..trainers.common.batching import FREE
-from ..trainers.common.model_loading import init_kwargs
-from ..trainers.common.parsing import ColumnChoice, parse
-from ..trainers.common.requirements import require
-from ..trainers.common.requirements.runs import MODEL
-from ..trainers.common.requirements.training import Training
-from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.base.model_loading import init_kwargs
+from ..trainers.base.parsing import ColumnChoice, parse
+from ..trainers.requirements.runs import MODEL
+from ..trainers.requirements.training import Training
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
 from ..trainers.sft.script import load_splits
 from .advise import advise

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...runtime.autocast import HALF, autocast_dtype, outside_autocast
-from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import Override, forward_signature
-from ...runtime.zero3 import is_in_parts
+from ...autocast import HALF, autocast_dtype, outside_autocast
+from ...compile import around_graphs, outside_of_graphs
+from ...override import Override, forward_signature
+from ...parallel.zero3 import is_in_parts
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput

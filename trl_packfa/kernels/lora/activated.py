@@ -18,12 +18,12 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
+from ...compile import around_graphs, outside_of_graphs
 from ...errors import TRAIN_PADDED, PackingError, UnsupportedModel
 from ...layout import PackedLayout
 from ...layout.call_context import current_call
 from ...layout.from_call import layout_of
-from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import NamedOverride, Override, forward_signature, forward_slot, override_in
+from ...override import NamedOverride, Override, forward_signature, forward_slot, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
 

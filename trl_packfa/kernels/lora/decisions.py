@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...runtime.override import runs_own_forward
+from ...override import runs_own_forward
 from .projections import Projection, is_adapted, read, unsupported_reason
 
 # Attributes that `unsupported_reason` and `read` use: of a LoRA layer, and of bitsandbytes' quantization state.

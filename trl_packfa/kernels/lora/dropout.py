@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...runtime.random_states import random_state
+from ..random_states import random_state
 from .projections import Projection
 
 # For each layer, the features to keep `(T, D)`, bool; `None` if it has no dropout now.

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from ...runtime.autocast import HALF
+from ...autocast import HALF
 from .dropout import Masks
 from .projections import Projection
 

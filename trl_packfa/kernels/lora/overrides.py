@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_call
-from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
+from ...override import Override, computes_as, has_library_forward, override_in, runs_own_forward
 from ..liger import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...runtime.autocast import outside_autocast
+from ...autocast import outside_autocast
 from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
 from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.autocast import HALF, autocast_dtype, has_half_products
-from ...runtime.override import has_library_forward, runs_own_forward
-from ...runtime.zero3 import is_in_parts
+from ...autocast import HALF, autocast_dtype, has_half_products
+from ...override import has_library_forward, runs_own_forward
+from ...parallel.zero3 import is_in_parts
 from ..liger import is_plain
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")

@@ -13,15 +13,15 @@ from typing import Any
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
+from ...config.arguments import WITHOUT_PADS
+from ...config.common import CommonConfig
+from ...config.requirements import Run, require
 from ...errors import InvalidConfig
-from ...runtime.override import set_inside
-from ..common.config import CommonConfig
-from ..common.model_loading import load_as_asked, telling_of_targets
-from ..common.requirements import Run, require
-from ..common.requirements.arguments import WITHOUT_PADS
-from ..common.requirements.data import DATA, NO_STREAMS, TEXTS
-from ..common.requirements.runs import PACKAGES, PACKED, TRAINABLE
-from ..common.requirements.training import Training
+from ...override import set_inside
+from ..base.model_loading import load_as_asked, telling_of_targets
+from ..requirements.data import DATA, NO_STREAMS, TEXTS
+from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..requirements.training import Training
 from .padding_free import padding_free
 
 

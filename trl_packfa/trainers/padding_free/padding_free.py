@@ -15,6 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...api import patch, patched, unpatch
+from ...config.arguments import WITHOUT_PADS
+from ...config.requirements import Run, require
+from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...exactness import Comparison
 from ...exactness.first_padded_batch import check_padded_call
@@ -22,11 +25,8 @@ from ...layout.padded_rows import PaddedRows
 from ...patching.apply import all_or_none, find_state, unpadding_of
 from ...patching.inspect import inner_model
 from ...terminal.telling import tell_end
-from ..common.collating import CountingCollator
-from ..common.requirements import Run, require
-from ..common.requirements.arguments import WITHOUT_PADS
-from ..common.requirements.built import NOISE
-from ..common.requirements.training import Training
+from ..requirements.built import NOISE
+from ..requirements.training import Training
 
 logger = logging.getLogger(__name__)
 

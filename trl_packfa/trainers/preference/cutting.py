@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Dataset
 
+from ...data.collating import CountedBatch, counted
+from ...data.dataset import read_lengths
+from ...data.flops import quadratic_weight
+from ...data.image_examples import OwnCutter, Processed
+from ...data.image_rows import Example
+from ...data.steps import Place, Plan, StepPart, batches_of_step, read_rows
 from ...errors import InvalidConfig, InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
-from ..common.collating import CountedBatch, counted
-from ..common.dataset import read_lengths
-from ..common.flops import quadratic_weight
-from ..common.image_examples import OwnCutter, Processed
-from ..common.image_rows import Example
-from ..common.steps import Place, Plan, StepPart, batches_of_step, read_rows
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from ...data.steps import Plan, run_batch
 from ...exactness import Comparison
 from ...layout.padded_rows import rows_of, tell_rows
-from ...runtime.override import set_inside
-from ..common.packed_run import PackedRun
-from ..common.steps import Plan, run_batch
+from ...override import set_inside
+from ..base.packed_run import PackedRun
 from .cutting import PaddedPairs, PairPart, PairStep, Rows
 
 # The key, in a row's outputs, of the reference's log-probability of its answer.

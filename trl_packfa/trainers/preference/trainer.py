@@ -13,25 +13,25 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import TrainingArguments
 
+from ...config.arguments import WITHOUT_PADS
+from ...config.common import CommonConfig
+from ...config.requirements import Run, require
+from ...data.dataset import tell_counts
+from ...data.image_examples import why_images_stay
+from ...data.step_cutting import keep_padded
+from ...data.templates import named_conversations, naming_conversations
 from ...errors import PackingError
+from ...override import set_inside
 from ...packing import MINIBATCH, STEP, Strategy
-from ...runtime.override import set_inside
+from ...parallel.ranks import require_same_documents
 from ...versions import installed_version
-from ..common.config import CommonConfig
-from ..common.dataset import tell_counts
-from ..common.image_examples import why_images_stay
-from ..common.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
-from ..common.parallelism import require_same_documents
-from ..common.preflight import named_conversations, naming_conversations
-from ..common.requirements import Run, require
-from ..common.requirements.arguments import WITHOUT_PADS
-from ..common.requirements.built import PRECISION, runs_by_document
-from ..common.requirements.data import DATA, TEXTS
-from ..common.requirements.runs import PACKAGES, PACKED, TRAINABLE
-from ..common.requirements.training import Training
-from ..common.resuming import identity
-from ..common.step_cutting import keep_padded
+from ..base.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
 from ..padding_free.padding_free import attached_run, require_patchable, run_without_pads
+from ..requirements.built import PRECISION, runs_by_document
+from ..requirements.data import DATA, TEXTS
+from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..requirements.training import Training
+from ..saving.resuming import identity
 from .cutting import ImagePairCutter, PairPlan, cut_answers, plan_pairs
 from .recutting import RecutSteps
 

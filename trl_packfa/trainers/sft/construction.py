@@ -7,14 +7,14 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 
+from ...config.requirements import require
+from ...config.sft import PackedSFTConfig
 from ...errors import PackingError
-from ..common.model_loading import output_dir
-from ..common.requirements import require
-from ..common.requirements.data import DATA, FORMATS, TEXTS
-from ..common.requirements.runs import PACKAGES, PACKED, TRAINABLE
-from ..common.requirements.training import Training
+from ..base.model_loading import output_dir
 from ..padding_free.padding_free import require_patchable
-from .config import PackedSFTConfig
+from ..requirements.data import DATA, FORMATS, TEXTS
+from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..requirements.training import Training
 from .images import without_packing
 
 

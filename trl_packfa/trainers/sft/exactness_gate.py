@@ -11,7 +11,10 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ...collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
+from ...compile import uncompiled
+from ...config.sft import PackedSFTConfig
+from ...data.collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
+from ...data.steps import micro_batches_of
 from ...errors import UnsupportedModel
 from ...exactness import (
     Comparison,
@@ -24,14 +27,11 @@ from ...exactness import (
     proof_identity,
     reusable_proof,
 )
+from ...parallel.ranks import agree, from_main_rank, row_group
 from ...patching.apply import find_state
-from ...runtime.compile import uncompiled
-from ...runtime.selective import save_attention
 from ...terminal.progress import proving
 from ...terminal.telling import tell
-from ..common.parallelism import agree, from_main_rank, row_group
-from ..common.steps import micro_batches_of
-from .config import PackedSFTConfig
+from .selective import save_attention
 
 logger = get_logger(__name__)
 

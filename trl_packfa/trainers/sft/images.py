@@ -19,26 +19,26 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from ...config.requirements import require
+from ...config.sft import PackedSFTConfig
+from ...data.batching import FREE
+from ...data.collating import CountedBatch, counted
+from ...data.image_examples import OwnCutter, Processed, why_images_stay
+from ...data.image_rows import Example
+from ...data.step_cutting import how_to_cut, keep_padded
+from ...data.steps import StepPart, batches_of_step
 from ...exactness import Comparison, quiet
 from ...exactness.compare import relative_difference
 from ...exactness.comparison import NOISE_FACTOR, TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import STEP
+from ...parallel.ranks import agree
 from ...patching.apply import find_state
-from ..common.batching import FREE
-from ..common.collating import CountedBatch, counted
-from ..common.image_examples import OwnCutter, Processed, why_images_stay
-from ..common.image_rows import Example
-from ..common.packed_run import HOOKS, PackedRun
-from ..common.parallelism import agree
-from ..common.requirements import require
-from ..common.requirements.data import IMAGES
-from ..common.requirements.training import Training
-from ..common.step_cutting import how_to_cut, keep_padded
-from ..common.steps import StepPart, batches_of_step
+from ..base.packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
-from .config import PackedSFTConfig
+from ..requirements.data import IMAGES
+from ..requirements.training import Training
 
 logger = get_logger(__name__)
 

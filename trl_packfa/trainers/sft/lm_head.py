@@ -17,14 +17,14 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerState
 
+from ...autocast import autocast_dtype
+from ...config.sft import PackedSFTConfig
 from ...errors import UnsupportedModel
 from ...exactness import quiet, vocabulary_of
 from ...kernels.lm_head.chunked import Head, TrainedHead, aligned, scored
 from ...kernels.lm_head.frozen import FrozenHead, can_be_frozen
 from ...patching import router_loss
 from ...patching.inspect import inner_model
-from ...runtime.autocast import autocast_dtype
-from .config import PackedSFTConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,18 +21,18 @@ from accelerate.utils import gather_object
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...collator import FIRST_LABELS, SOURCES
+from ...config.sft import PackedSFTConfig
+from ...data.collator import FIRST_LABELS, SOURCES
+from ...data.origins import ORIGINS, Origins
 from ...errors import UnsupportedModel
 from ...exactness import quiet
 from ...layout import PackedLayout
 from ...layout.shard import RowShard
+from ...parallel.ranks import row_group
+from ...parallel.sequence_parallel import local_part
 from ...patching import inspect
+from ...patching.neftune import EmbeddingNoise
 from ...patching.router_loss import BalancedModel
-from ...runtime.neftune import EmbeddingNoise
-from ...runtime.sequence_parallel import local_part
-from ..common.origins import ORIGINS, Origins
-from ..common.parallelism import row_group
-from .config import PackedSFTConfig
 
 
 def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,16 +15,16 @@ from datasets import IterableDataset
 from peft import get_peft_model
 from trl import get_peft_config
 
+from ...config.sft import PackedSFTConfig
+from ...data.batching import FREE, Batching
+from ...data.dataset import read_lengths
+from ...data.flops import attention_heads, experts_of_token, quadratic_weight
+from ...data.step_cutting import how_to_cut
 from ...errors import figure
 from ...kernels.liger import liger_kernels
 from ...kernels.lm_head.frozen import positions_per_tile
 from ...patching.inspect import inner_model
 from ...patching.router_loss import balances_experts
-from ..common.batching import FREE, Batching
-from ..common.dataset import read_lengths
-from ..common.flops import attention_heads, experts_of_token, quadratic_weight
-from ..common.step_cutting import how_to_cut
-from .config import PackedSFTConfig
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15

@@ -15,11 +15,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from transformers.integrations.liger import apply_liger_kernel
 
+from ...compile import allow_graphs_of_layers
+from ...config.sft import PackedSFTConfig
+from ...override import set_inside
 from ...patching.apply import compile_layers
 from ...patching.inspect import model_config
-from ...runtime.compile import allow_graphs_of_layers
-from ...runtime.override import set_inside
-from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
 

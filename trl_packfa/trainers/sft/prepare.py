@@ -8,23 +8,23 @@ from datasets import Dataset
 from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ...config.requirements import require
+from ...config.sft import PackedSFTConfig
+from ...data.dataloading import PackedData
+from ...data.dataset import TEXT_COLUMNS
+from ...data.image_rows import image_columns
+from ...data.prepared import marked, save, settings_of
+from ...data.raw_dataset import require_whole
+from ...data.templates import load_tokenizer
+from ...data.tokenizing import Tokenized, tokenized
 from ...errors import InvalidConfig, InvalidDataset
+from ...override import set_inside
 from ...packing import PackingReport
-from ...runtime.override import set_inside
 from ...terminal.progress import a_line_per_thing, packing_table
-from ..common.dataset import TEXT_COLUMNS
-from ..common.image_rows import image_columns
-from ..common.parsing import ColumnChoice, parse
-from ..common.preflight import load_tokenizer
-from ..common.requirements import require
-from ..common.requirements.data import DATA, FORMATS, TEXTS
-from ..common.requirements.training import Training
-from .config import PackedSFTConfig
-from .dataloading import PackedData
-from .prepared import marked, save, settings_of
-from .raw_dataset import require_whole
+from ..base.parsing import ColumnChoice, parse
+from ..requirements.data import DATA, FORMATS, TEXTS
+from ..requirements.training import Training
 from .script import load_splits
-from .tokenizing import Tokenized, tokenized
 
 
 @a_line_per_thing()

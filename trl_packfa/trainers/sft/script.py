@@ -12,21 +12,21 @@ from rich.console import Console
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
+from ...config.requirements import require
+from ...config.sft import PackedSFTConfig
+from ...data.dataset import COUNTS, hold_out
+from ...data.files import load_dataset_dict
+from ...data.raw_dataset import make_columns
 from ...errors import InvalidConfig, InvalidDataset
 from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
-from ..common.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
-from ..common.dataset import COUNTS, hold_out
-from ..common.files import load_dataset_dict
-from ..common.parsing import TrainerChoice, make_parser, parse
-from ..common.requirements import require
-from ..common.requirements.data import TEXTS
-from ..common.requirements.runs import HUB, LAUNCH, PACKAGES
-from ..common.requirements.training import Training
-from .config import PackedSFTConfig
-from .raw_dataset import make_columns
+from ..base.parsing import TrainerChoice, make_parser, parse
+from ..requirements.data import TEXTS
+from ..requirements.runs import HUB, LAUNCH, PACKAGES
+from ..requirements.training import Training
+from ..saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
 from .trainer import PackedSFTTrainer
 
 

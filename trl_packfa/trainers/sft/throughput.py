@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from ...config.sft import PackedSFTConfig
+from ...data.flops import ModelFlops, compute_dtype, matmul_flops
 from ...errors import NonFiniteLoss, figure, is_out_of_memory
 from ...patching.unpadding import Unpadding
-from ...runtime.datasheet import datasheet_flops
-from ..common.flops import ModelFlops, compute_dtype, matmul_flops
-from .config import PackedSFTConfig
+from .datasheet import datasheet_flops
 
 # Seconds for measuring the device's peak, once per run.
 _MEASURING = 0.05

@@ -36,44 +36,44 @@ from transformers import (
 )
 
 from ...api import patch
-from ...collator import ROW_LENGTHS, SOURCES
+from ...config.arguments import ARGUMENTS
+from ...config.requirements import require
+from ...config.sft import PackedSFTConfig
+from ...data.batching import KEPT
+from ...data.collator import ROW_LENGTHS, SOURCES
+from ...data.dataloading import PackedData, copies_without_waiting, send
+from ...data.dataset import AnyDataset, EvalDataset, read_lengths, take_apart, without_our_columns
+from ...data.epoch_plan import summarize_plan
+from ...data.flops import quadratic_weight
+from ...data.origins import ORIGINS
+from ...data.prepared import Prepared
+from ...data.raw_dataset import usable
+from ...data.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
+from ...data.steps import micro_batches_of, run_batch
+from ...data.templates import left_out_by_template, named_conversations, naming_conversations
 from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
+from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
+from ...parallel.ranks import refuse_short_rows, require_same_documents, share_rows
+from ...parallel.trainer import ShardedRowsTrainer
 from ...patching import inspect
 from ...patching.apply import unpadding_of
 from ...patching.describe import describe
-from ...runtime.override import set_inside
-from ..common.batching import KEPT
-from ..common.checkpoint_files import count_batch, take_losses
-from ..common.dataset import AnyDataset, EvalDataset, read_lengths, take_apart, without_our_columns
-from ..common.flops import quadratic_weight
-from ..common.model_loading import load_as_asked, require_trained, telling_of_targets
-from ..common.origins import ORIGINS
-from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
-from ..common.preflight import left_out_by_template, named_conversations, naming_conversations
-from ..common.requirements import require
-from ..common.requirements.arguments import ARGUMENTS
-from ..common.requirements.built import PATCHED, PRECISION, SAMPLER
-from ..common.requirements.runs import MODEL, SETUP
-from ..common.requirements.training import Training
-from ..common.resuming import identity
-from ..common.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
-from ..common.steps import micro_batches_of, run_batch
-from .config import PackedSFTConfig
+from ..base.model_loading import load_as_asked, require_trained, telling_of_targets
+from ..requirements.built import PATCHED, PRECISION, SAMPLER
+from ..requirements.runs import MODEL, SETUP
+from ..requirements.training import Training
+from ..saving.checkpoint_files import count_batch, take_losses
+from ..saving.resuming import identity
 from .construction import settle_arguments
-from .dataloading import PackedData, copies_without_waiting, send
-from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
 from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
-from .prepared import Prepared
-from .raw_dataset import usable
 from .run_callback import RunCallback
-from .sequence_parallel import ShardedRowsTrainer
 from .throughput import LossWatch, SpeedMeter, memory_advice
 
 logger = get_logger(__name__)

@@ -1,0 +1,161 @@
+"""Rows that were packed before training (TRL's `pack_dataset`), and columns of a user's that are named like ours."""
+
+from collections import Counter
+from itertools import chain
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+from selection import in_full
+from training import arguments, batches_of, losses, packed_trainer
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from trl_packfa.data.collator import LOSSES, SOURCES, DataCollatorForPacking
+from trl_packfa.errors import InvalidConfig, InvalidDataset
+
+DOCUMENTS = [
+    {"input_ids": [5 + (i + j) % 20 for j in range(2 + i % 9)], "labels": [-100] * (1 + i % 9) + [6]}
+    for i in range(60)
+]
+STRATEGIES = ["step", "minibatch", "bfd", "bfd_split", "wrapped"]
+
+
+def packed_before(length=20):
+    rows = pack_dataset(Dataset.from_list(DOCUMENTS), length, "bfd")
+    return rows.add_column("source", [str(i % 3) for i in range(len(rows))])
+
+
+def documents_of(batches):
+    return [tuple(ids.tolist()) for batch in batches for ids in batch["packed_layout"].split(batch["input_ids"])]
+
+
+def watched(trainer):
+    seen = batches_of(trainer)
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("max_length", [16, *in_full(20, 64)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_documents_of_rows_stay_whole_under_every_strategy(tmp_path, strategy, max_length):
+    """Rows are examples of `step` and `minibatch`, as TRL's padding-free run has them; other rows are filled with
+    their documents, all shorter than any of these lengths. `wrapped` cuts them where it fills a row."""
+    args = arguments(
+        out=tmp_path, packing_strategy=strategy, max_length=max_length, loss_by="source", max_steps=-1,
+        num_train_epochs=1, check_packing=False,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=packed_before())
+    batches = watched(trainer)
+    if strategy == "wrapped":
+        assert Counter(chain(*documents_of(batches))) == Counter(chain(*all_documents()))
+    else:
+        assert sorted(documents_of(batches)) == sorted(all_documents())
+    assert all(len(batch[SOURCES]) == batch["packed_layout"].num_documents for batch in batches)
+    assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])
+    report = trainer.packing_reports["train"]
+    assert report.tokens_lost == 0 and report.tokens == sum(len(d["input_ids"]) for d in DOCUMENTS)
+    if strategy != "wrapped":  # which cuts documents of one label
+        assert report.trained_tokens == len(DOCUMENTS)
+
+
+def all_documents():
+    return [tuple(document["input_ids"]) for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_of_a_stream_too(tmp_path, strategy):
+    options = {"max_length": 16, "loss_by": "source", "max_steps": 3, "check_packing": False}
+    args = arguments(out=tmp_path, packing_strategy=strategy, **options)
+    batches = watched(packed_trainer(args, train_dataset=packed_before().to_iterable_dataset()))
+    assert len(batches) >= 3
+    if strategy != "wrapped":
+        assert set(documents_of(batches)) <= set(all_documents())
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_rows_train_as_in_trls_padding_free_batches(tmp_path, strategy):
+    """The batch holds the boundaries that TRL's collator makes of `seq_lengths`."""
+    rows = packed_before()
+    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=20, use_peft=False, check_packing=False)
+    trainer = packed_trainer(args, train_dataset=rows, peft_config=None)
+    batch = watched(trainer)[0]
+    same = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    chosen = [row for row in rows.remove_columns("source") if tuple(row["input_ids"]) in rows_of(batch, rows)]
+    theirs = same(chosen)
+    assert sorted(theirs["cu_seq_lens_q"].diff().tolist()) == sorted(batch["packed_layout"].lengths)
+
+
+def rows_of(batch, rows):
+    """The rows whose every document is in the batch."""
+    held, found = set(documents_of([batch])), set()
+    for row in rows:
+        parts = torch.tensor(row["input_ids"]).split(row["seq_lengths"])
+        if all(tuple(part.tolist()) in held for part in parts):
+            found.add(tuple(row["input_ids"]))
+    return found
+
+
+@pytest.mark.parametrize("packs", [None, False])
+def test_rows_are_evaluated_by_document(tmp_path, packs):
+    """Padded, TRL's collator would let a row's documents see each other."""
+    args = arguments(out=tmp_path, max_length=20, eval_packing=packs, max_steps=1)
+    trainer, seen = packed_trainer(args, eval_dataset={"rows": packed_before()}), []
+    collate, trainer.data_collator = trainer.data_collator, lambda rows: seen.append(collate(rows)) or seen[-1]
+    loss = trainer.evaluate()["eval_rows_loss"]
+    if packs is None:
+        assert sorted(documents_of(seen)) == sorted(all_documents())
+    else:
+        assert not seen
+        assert loss == trainer.evaluate(Dataset.from_list(documents_in_order()))["eval_loss"]
+
+
+def documents_in_order():
+    names = ("input_ids", "labels")
+    parts = [[torch.tensor(row[name]).split(row["seq_lengths"]) for name in names] for row in packed_before()]
+    documents = [document for row in parts for document in zip(*row, strict=True)]
+    return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("lengths", "message"), [
+    ([3, 3], r"'seq_lengths' sums up to 6 tokens, its input_ids have 5"),
+    ([5, 0], r"'seq_lengths' is \[5, 0\], not a list of document lengths"),
+    (None, r"'seq_lengths' is None, not a list"),
+])  # fmt: skip
+def test_lengths_that_do_not_make_the_row_are_refused_by_name(tmp_path, stream, lengths, message):
+    rows = [{"input_ids": [5] * 5, "seq_lengths": [2, 3]}, {"input_ids": [5] * 5, "seq_lengths": lengths}]
+    data = IterableDataset.from_generator(lambda: iter(rows)) if stream else Dataset.from_list(rows)
+    with pytest.raises(InvalidDataset, match=r"document 1 of the train dataset: " + message):
+        packed_trainer(arguments(out=tmp_path, max_length=20), train_dataset=data).train()
+
+
+NAMED = {LOSSES: "x", "packing_losses": "x", "sources": [1], "origins": [1], "packed_layout": "x", "position_ids": [9]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strategy", ["step", "bfd"])
+def test_a_users_columns_may_be_named_like_ours(tmp_path, strategy, stream):
+    """Also where they reach the collator; of documents that are not tokenized `seq_lengths` is a user's as well."""
+    rows = [{"text": tiny.words(3 + i % 7, seed=i), "seq_lengths": i, **NAMED} for i in range(40)]
+
+    def trained(columns):
+        data = Dataset.from_list(rows).select_columns(columns)
+        args = arguments(out=tmp_path, packing_strategy=strategy, max_length=64, remove_unused_columns=False)
+        trainer = packed_trainer(args, train_dataset=data.to_iterable_dataset() if stream else data)
+        trainer.train()
+        return losses(trainer)
+
+    assert trained(["text", "seq_lengths", *NAMED]) == trained(["text"])
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", LOSSES])
+def test_a_column_of_tokens_is_no_source(tmp_path, column):
+    with pytest.raises(InvalidConfig, match=rf"loss_by='{column}'(.|\n)*columns: .*source"):
+        packed_trainer(arguments(out=tmp_path, loss_by=column), train_dataset=packed_before())
+
+
+def test_a_packed_row_names_its_source_for_each_document():
+    rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1], "from": "a"}, {"input_ids": [8, 9], "from": "b"}]
+    assert DataCollatorForPacking(source_column="from")(rows)[SOURCES] == ("a", "a", "b")

@@ -1,0 +1,1 @@
+"""What a run is asked for: configs, and the table of what a run requires."""

@@ -1,0 +1,1 @@
+"""From datasets to batches: lengths, cutting, plans of steps, samplers, streams, images."""

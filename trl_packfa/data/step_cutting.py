@@ -1,0 +1,285 @@
+"""`packing_strategy="step"`: re-cut the padded run's examples of an optimizer step into fewer, fuller micro-batches.
+
+Every rank plans the steps of a dataset from its lengths ([`StepPlan`]). The lengths of a stream are known once it is
+read, so each rank cuts its own documents ([`StreamCutter`]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+
+from ..config.common import CommonConfig
+from ..errors import InvalidConfig
+from ..layout import PackedLayout
+from ..packing import document_cost, imbalance
+from .batching import FREE, KEPT, TOGETHER, deal
+from .collating import CountedBatch, counted
+from .collator import LOSSES
+from .dataset import count_computed, count_parts, longest_document, read_lengths, read_sizes, split_example
+from .flops import quadratic_weight
+from .origins import Origins, origins_of_steps
+from .steps import Place, Plan, StepPart, batches_of_step, micro_batches_of, read_rows
+
+logger = get_logger(__name__)
+
+
+def count_true_tokens(inputs: Mapping[str, Any]) -> int:
+    """Count the true tokens of a batch, by its layout or its mask: a pad may have the id of a true token."""
+    return sum(map(_count_true_tokens, micro_batches_of(inputs)))
+
+
+def _count_true_tokens(inputs: Mapping[str, Any]) -> int:
+    layout, mask, labels = (inputs.get(name) for name in ("packed_layout", "attention_mask", "labels"))
+    if layout is not None:
+        return sum(layout.true_lengths)
+    if labels is not None and not (labels != -100).any():  # run only to take part in collectives
+        return 0
+    return inputs["input_ids"].numel() if mask is None else int(mask.sum())
+
+
+class Piece(NamedTuple):
+    """An example of a micro-batch: a row of the dataset, and which part of it, if it is split."""
+
+    row: int
+    part: int = 0
+
+
+class CutStep(NamedTuple):
+    """This rank's micro-batches of a step."""
+
+    micro_batches: list[list[Piece]]
+    origins: Sequence[Origins | None]  # of each, if a term of the loss needs them
+    idle: list[Piece]  # run untrained where a rank has fewer micro-batches than the others, for their collectives
+    imbalance: float
+
+
+class TokenBudget:
+    """The budget of micro-batches of documents: `max_tokens_per_microbatch`, or the padded run's largest micro-batch.
+
+    The padded run's largest one fitted in its memory. `cut` says how steps may be cut, and `why` is the reason of a
+    restriction; see [`how_to_cut`]. `lengths` are the documents', `longest` the tokens of the one that `which` names.
+
+    Raises:
+        [`InvalidConfig`]: if a document, or a padded micro-batch that must stay together, is longer than the budget.
+    """
+
+    columns = ("input_ids", "labels")
+    budget = 0  # until the batch size is known
+
+    def __init__(self, trainer: Any, *, cut: str, why: str, lengths: np.ndarray, longest: int, which: str) -> None:
+        if cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
+        self.how, self.asked = cut, trainer.args.max_tokens_per_microbatch
+        self.quadratic = quadratic_weight(trainer.model)
+        if self.asked is not None:
+            require_budget(trainer.args, lengths, longest, which, cut=cut)
+        self._largest = int(lengths.max())
+        self.use_batch_size(trainer.args.per_device_train_batch_size)
+
+    def use_batch_size(self, size: int) -> None:
+        """Let the default budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
+        self.batch_size, self.budget = size, self.asked or size * self._largest
+
+    @property
+    def free_budget(self) -> int | None:
+        """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
+        return self.budget if self.how == FREE else None
+
+
+class StepPlan(TokenBudget, Plan):
+    """A plan of steps whose micro-batches have about equal cost, the same number of them on every rank."""
+
+    # By row, the computed and all tokens of each part of an example of several documents that is above the budget.
+    parts: dict[int, list[tuple[int, int]]]
+
+    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
+        args, dataset = trainer.args, trainer.train_dataset
+        self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
+        # Terms of the loss that depend on a padded micro-batch, and NEFTune's noise, need them.
+        self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
+        # In 32 bits, because every rank holds those of all documents.
+        self.lengths = read_lengths(dataset).astype(np.int32)
+        # For origins: all tokens of each row, those of a prefix that it holds several times included.
+        self.sizes = read_sizes(dataset, self.lengths) if self.tells_origins else self.lengths
+        self._rows = dataset
+        longest = int(self.lengths.argmax())
+        of_row = int(self.lengths[longest]), f"document {longest}, which has {self.lengths[longest]} tokens"
+        tokens, which = longest_document(dataset) or of_row
+        super().__init__(trainer, cut=cut, why=why, lengths=self.lengths, longest=tokens, which=which)
+
+    def use_batch_size(self, size: int) -> None:
+        """Let budget and padded micro-batches follow the batch size of the padded run."""
+        before = self.budget
+        super().use_batch_size(size)
+        self._last = None
+        if self.budget != before:  # reading the rows takes time
+            self.parts = count_parts(self._rows, self.lengths, self.budget)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_rows": None}  # loader workers have the dataset already
+
+    def cut(self, rows: np.ndarray) -> CutStep:
+        """Cut a step of these rows, of all ranks."""
+        groups, numbers = np.arange(len(rows)) // self.batch_size, np.zeros(len(rows), dtype=np.int64)
+        lengths, sizes = self.lengths[rows].astype(np.int64), self.sizes[rows]
+        if self.parts and not self.parts.keys().isdisjoint(rows.tolist()):
+            # Parts keep the padded micro-batch of their row.
+            found = [self.parts.get(row, [whole]) for row, *whole in zip(rows.tolist(), lengths, sizes, strict=True)]
+            counts = [len(parts) for parts in found]
+            rows, groups = np.repeat(rows, counts), np.repeat(groups, counts)
+            numbers = np.concatenate([np.arange(n) for n in counts])
+            lengths, sizes = np.array([part for parts in found for part in parts], dtype=np.int64).T
+        dealt = deal(
+            lengths, groups, cut=self.how, budget=self.budget, world_size=self.world_size, quadratic=self.quadratic
+        )
+        origins = (
+            origins_of_steps(dealt, sizes, groups, rank=self.rank) if self.tells_origins else [None] * len(dealt[0])
+        )
+        pieces = [[Piece(row, number) for row, number in zip(rows[part].tolist(), numbers[part].tolist(), strict=True)]
+                  for part in [*dealt[self.rank], [int(lengths.argmin())]]]  # fmt: skip
+        return CutStep(pieces[:-1], origins, pieces[-1], imbalance(dealt, lengths, self.quadratic))
+
+    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Read and collate the micro-batches of a batch."""
+        cut = self.cut_once(place.rows)
+        step = StepPart(place.number, place.batches, len(cut.micro_batches), imbalance=cut.imbalance)
+        made = []
+        for i in step.held:
+            pieces = cut.micro_batches[i] or cut.idle
+            whole = read_rows(dataset, [piece.row for piece in pieces])
+            examples = [split_example(one, self.budget)[piece.part] for one, piece in zip(whole, pieces, strict=True)]
+            made.append(packed_batch(collator, examples, cut.origins[i], is_idle=not cut.micro_batches[i]))
+        return step.holding(made, columns=self.columns)
+
+
+class StreamCutter(TokenBudget):
+    """A cutter of a stream's steps, in which each rank cuts its own documents, once they are read.
+
+    Only the number of micro-batches and their cost are gathered over ranks. A document may have `max_length` tokens.
+    """
+
+    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
+        self.args, self.accelerator = trainer.args, trainer.accelerator
+        longest: int = self.args.max_length or self.args.max_tokens_per_microbatch  # one is required of a stream
+        which = f"a document of a stream, which may have {longest} tokens"
+        lengths = np.full(self.args.per_device_train_batch_size, longest)
+        super().__init__(trainer, cut=cut, why=why, lengths=lengths, longest=longest, which=which)
+
+    def loading(self, collate: Any) -> Any:
+        """Return the loader's collator: examples are collated once their step is cut."""
+        return list
+
+    def cut(
+        self, batches: Sequence[list[dict[str, Any]]], collate: Callable[[list[Any]], dict[str, Any]]
+    ) -> list[CountedBatch]:
+        """Cut a step, given by padded micro-batch, into as many batches."""
+        parts = [
+            (i, part) for i, batch in enumerate(batches) for one in batch for part in split_example(one, self.budget)
+        ]
+        groups, examples = np.array([i for i, _ in parts]), [part for _, part in parts]
+        lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
+        sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        dealt = deal(lengths, groups, cut=self.how, budget=self.budget, world_size=1, quadratic=self.quadratic)
+        own = dealt[0]
+        count, costs = len(own), [float(document_cost(lengths, self.quadratic).sum())]
+        if self.args.data_parallel_size > 1:
+            found = gather_object([(count, costs[0])])
+            count, costs = max(n for n, _ in found), [cost for _, cost in found]
+        # A rank with fewer micro-batches than the others runs an untrained one first, for their collectives.
+        idle = [examples[int(lengths.argmin())]]
+        origins = origins_of_steps(dealt, sizes, groups, rank=0)
+        share = count / len(own) * origins[0].share
+        made = [packed_batch(collate, idle, Origins.none(), is_idle=True) for _ in range(count - len(own))]
+        made += [
+            packed_batch(collate, [examples[i] for i in part], replace(of, share=share))
+            for part, of in zip(own, origins, strict=True)
+        ]
+        balance = max(costs) * len(costs) / sum(costs)
+        parts = [StepPart(number, len(batches), count, imbalance=balance) for number in range(len(batches))]
+        return batches_of_step(made, parts, columns=self.columns)
+
+
+def packed_batch(
+    collate: Callable[[list[Any]], dict[str, Any]],
+    examples: Sequence[dict[str, Any]],
+    origins: Origins | None,
+    *,
+    is_idle: bool = False,
+) -> CountedBatch:
+    """Collate a micro-batch of a step. An idle one trains no token, and all its tokens count as padding."""
+    if is_idle:  # what was lost of an example is counted where it trains
+        examples = [{name: value for name, value in example.items() if name != LOSSES}
+                    | {"labels": [-100] * len(example["input_ids"])} for example in examples]  # fmt: skip
+    made = counted(collate(list(examples)), origins=origins)
+    layout: PackedLayout | None = made.get("packed_layout")
+    if layout is not None and is_idle:
+        made["packed_layout"] = replace(layout, padding=layout.num_tokens)
+    return made
+
+
+def how_to_cut(
+    args: CommonConfig,
+    *,
+    balances_experts: bool,
+    counts_tokens: bool = True,
+    own_loss: bool = False,
+    world_size: int = 1,
+) -> tuple[str, str]:
+    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's, and say why.
+
+    `balances_experts`: the routers' auxiliary loss is trained, which depends on a whole padded micro-batch.
+    `counts_tokens`: losses are divided by the tokens of the step, not by those of each micro-batch. `own_loss`: the
+    user's `compute_loss_func` computes the loss. The reason of `FREE` is `""`.
+    """
+    if not counts_tokens:
+        return KEPT, "the model's forward takes no num_items_in_batch: its loss is a mean over each micro-batch"
+    if own_loss:
+        return KEPT, "compute_loss_func makes the loss of each micro-batch"
+    if world_size > 1 and not args.average_tokens_across_devices:
+        return KEPT, "average_tokens_across_devices=False: each rank's loss is a mean over its own tokens"
+    if balances_experts:
+        return TOGETHER, "the routers' auxiliary loss is computed over each padded micro-batch"
+    return FREE, ""
+
+
+def keep_padded(args: CommonConfig, why: str) -> None:
+    """Log why steps are not re-cut; refuse a token budget, which has no effect then."""
+    if args.max_tokens_per_microbatch is not None:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay as "
+            "they are.",
+            why=[why],
+            do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
+        )
+    logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
+
+
+def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which: str, *, cut: str) -> None:
+    """Require that the user's token budget holds the longest document, and padded micro-batches that stay together."""
+    budget, batch_size = args.max_tokens_per_microbatch, args.per_device_train_batch_size
+    assert budget is not None, "asked for a budget"
+    if longest > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than {which}.",
+            why=["a document is never cut into several micro-batches"],
+            do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
+        )
+    largest = int(np.sort(lengths)[-batch_size:].sum())  # whichever examples share a padded micro-batch
+    if cut != FREE and largest > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than a padded micro-batch of {batch_size} examples, "
+            f"which may hold {largest} tokens.",
+            why=[
+                "with this model or these arguments the loss is not a sum over single tokens (for example the "
+                "routers' auxiliary loss), so examples that share a padded micro-batch must run at the same time"
+            ],
+            do=f"Raise it to {largest} or more, or lower per_device_train_batch_size and raise "
+            "gradient_accumulation_steps. For experts, router_aux_loss_coef=0.0 switches the auxiliary loss off.",
+        )

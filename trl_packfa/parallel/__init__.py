@@ -1,0 +1,1 @@
+"""Batches and weights that several processes share."""

@@ -1,0 +1,1 @@
+"""What the packed trainers share."""

@@ -1,1 +1,0 @@
-"""Code that all trainers share: fields, models, datasets, step cutting, checkpoints, run folder, memory and speed."""

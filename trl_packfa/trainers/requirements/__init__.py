@@ -1,0 +1,1 @@
+"""The rows of the table of requirements that need packages, models or data."""

@@ -1,0 +1,1 @@
+"""What a checkpoint and a finished run keep."""
