@@ -2,8 +2,9 @@
 
     python benchmarks/same_training.py --model FOLDER --data data.jsonl --out same_training.json
 
-It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, and once with bfloat16
-weights. `noise` compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
+It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, once with bfloat16 weights,
+and once with products in torchao's float8, scaled by token, as a CPU emulates them. `noise` compares the padded run
+with itself with halved micro-batches: only the grouping of sums changes.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,22 @@ WAYS = {
     "QLoRA (NF4), bf16 autocast": {"adapter": True, "nf4": True},
     "full, bf16 autocast": {"adapter": False},
     "LoRA, bfloat16 weights": {"adapter": True, "dtype": torch.bfloat16},
+    "LoRA, float8 products (emulated)": {"adapter": True, "dtype": torch.bfloat16, "float8": True},
 }
 
 
-def load(path, nf4=False, dtype=torch.float32):
+def load(path, nf4=False, dtype=torch.float32, float8=False):
     quantization = None
     if nf4:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
         )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=dtype)
+    if float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # optional, for this way only
+
+        config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers" in name)
     module: Any
     for module in convertible_modules(model):  # else, on some CPUs, bitsandbytes makes weights that cannot train
         module.support_avx512bf16_for_cpu = False

@@ -1,5 +1,6 @@
 """Which quantizers let documents of a batch change each other: measured for bitsandbytes, else read."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,15 @@ from bitsandbytes.nn import Linear8bitLt
 from calls import watched
 from peft import LoraConfig, get_peft_model
 from tolerance import assert_float32, differs
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, padded_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
+from trl import SFTConfig
 
-from trl_packfa import api, patch
+from trl_packfa import api, check, padding_free, patch
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
-from trl_packfa.errors import UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import get_patch
 
@@ -145,3 +147,51 @@ def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
     other.config.quantization_config = {"quant_method": "brand_new"}
     patch(other)
     assert checked == [(other,)]
+
+
+class Float8Linear(torch.nn.Linear):
+    """A stand-in for torchao's layer of this name."""
+
+    def __init__(self, layer, granularity):
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        scaling = SimpleNamespace(scaling_granularity=SimpleNamespace(name=granularity))
+        self.config = SimpleNamespace(cast_config_input=scaling)
+
+
+def test_a_float8_layer_with_one_scale_for_a_tensor_is_refused_by_name():
+    for granularity, refused in (("TENSORWISE", True), ("AXISWISE", False)):
+        model = tiny.model(layers=1)
+        model.model.layers[0].mlp.up_proj = Float8Linear(model.model.layers[0].mlp.up_proj, granularity)
+        if not refused:
+            refuse_quantized(model)
+            continue
+        with pytest.raises(UnsupportedModel, match=r"up_proj' is torchao's Float8Linear(.|\n)*'rowwise'"):
+            refuse_quantized(model)
+
+
+def test_torchaos_float8_is_exact_by_token_and_leaks_with_one_scale_for_a_tensor(monkeypatch):
+    float8 = pytest.importorskip("torchao.float8")
+
+    def converted(recipe):
+        config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        model = tiny.model(layers=2)
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers" in name)
+        return model
+
+    assert check(patch(converted("rowwise"))).is_exact
+    with pytest.raises(UnsupportedModel, match="one scale for each tensor"):
+        patch(converted("tensorwise"))
+    monkeypatch.setattr(api, "refuse_quantized", lambda model: None)
+    with pytest.raises(ContaminationError, match="replacing some documents changed others"):  # the control
+        patch(converted("tensorwise"))
+
+
+def test_fp8_of_accelerate_is_refused_because_it_converts_layers_after_the_check(tmp_path, monkeypatch):
+    said = r"mixed_precision='fp8'(.|\n)*after the check(.|\n)*'rowwise'"
+    trainer = padded_trainer(arguments(SFTConfig, tmp_path))
+    trainer.args.mixed_precision = "fp8"  # as of a launch with fp8, which needs torchao
+    with pytest.raises(InvalidConfig, match=said):
+        padding_free(trainer)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(InvalidConfig, match=said):
+        packed_trainer(arguments(out=tmp_path))

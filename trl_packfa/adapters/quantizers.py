@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import TRAIN_PADDED, UnsupportedModel
+from ..errors import BY_TOKEN, TRAIN_PADDED, UnsupportedModel
 from ..patching.inspect import model_config
 from .table import EXACT, REFUSED, UNKNOWN
 
@@ -136,18 +136,27 @@ def refuse_quantization(config: Any) -> None:
 def refuse_quantized(model: nn.Module) -> None:
     """Raise [`UnsupportedModel`] if a loaded model's config or layers make a document's result depend on others."""
     refuse_quantization(getattr(model_config(model), "quantization_config", None))
+    # The config does not list layers that a user put in by hand.
     for name, module in model.named_modules():
-        # The class is compared by name, because bitsandbytes may not be installed. The config does not list layers
-        # that a user put in by hand.
-        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
-        if type(module).__name__ == "Linear8bitLt" and threshold:
+        if (found := _shared_scale(module)) is not None:
+            what, why, do = found
             raise UnsupportedModel(
-                f"layer '{name}' is bitsandbytes' Linear8bitLt with a threshold of {threshold}: it cannot be packed "
-                "exactly.",
-                why=[_OUTLIERS.what],
-                do="Create it with threshold=0.0, which is exact, quantize it in 4 bits, or train padded with "
-                "packing=False.",
+                f"layer '{name}' is {what}: it cannot be packed exactly.", why=[why], do=f"{do}, or {TRAIN_PADDED}."
             )
+
+
+def _shared_scale(layer: Any) -> tuple[str, str, str] | None:
+    """Describe a layer whose activations share a scale: what it is, why that leaks, and what to use instead."""
+    # By name, because the packages may not be installed; other packages have layers of these names, too.
+    kind = type(layer).__name__
+    threshold = getattr(getattr(layer, "state", None), "threshold", 0.0)
+    if kind == "Linear8bitLt" and threshold:
+        do = "Create it with threshold=0.0, which is exact, quantize it in 4 bits"
+        return f"bitsandbytes' Linear8bitLt with a threshold of {threshold}", _OUTLIERS.what, do
+    if kind == "Float8Linear" and layer.config.cast_config_input.scaling_granularity.name != "AXISWISE":
+        do = f"Convert the model with {BY_TOKEN}, which is exact"
+        return "torchao's Float8Linear with one scale for each tensor", _OF_THE_BATCH.what, do
+    return None
 
 
 def unread_quantizers(model: nn.Module) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any
 
 from trl import RewardConfig
 
+from ..errors import BY_TOKEN
 from .requirements import Found, Requirement, Run
 
 # Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.
@@ -42,6 +44,13 @@ def _shares(run: Run) -> str:
     shares = "expand_turns" if run.expand_turns else "share_prefixes"
     return shares if run.is_sft and run.share_prefixes else ""
 
+
+FLOAT8 = Requirement(
+    # Older Trainers write the environment, newer ones an attribute.
+    lambda r: (r.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8",
+    "mixed_precision='fp8' of accelerate cannot be packed.",
+    why="accelerate converts layers after the check, and scales the activations of a whole batch by one number",
+    do=f"Launch with mixed_precision 'bf16', and give the trainer a model that you convert: {BY_TOKEN}.")  # fmt: skip
 
 # Of whoever computes padded batches without pads: the configs of preference and online trainers, `padding_free`.
 WITHOUT_PADS = (

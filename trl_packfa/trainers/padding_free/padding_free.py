@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...api import patch, patched, unpatch
-from ...config.arguments import WITHOUT_PADS
+from ...config.arguments import FLOAT8, WITHOUT_PADS
 from ...config.requirements import Run, require
 from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
@@ -174,7 +174,7 @@ def _require_trainer(trainer: Any) -> None:
     name = type(trainer).__name__
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
-    require(WITHOUT_PADS, Run(trainer.args, name))
+    require((*WITHOUT_PADS, FLOAT8), Run(trainer.args, name))
 
 
 def require_patchable(run: Training, *, unpad: bool) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
+from ...config.arguments import FLOAT8
 from ...config.requirements import Found, Requirement
 from ...data.dataset import TEXT_COLUMNS
 from ...data.templates import holds_conversation, unmarkable
@@ -256,6 +257,7 @@ PACKABLE_DATA = (
 
 # Of SFT on images, whose padded batches run without their pads.
 IMAGES = (
+    FLOAT8,
     Requirement(lambda r: r.plan.fills_rows,
         "rows cannot be filled before training: the dataset has images in its column '{r.images[1]}'.",
         why="a processor makes their tokens during collation, so the length of an example is not known before",

@@ -21,7 +21,7 @@ from trl import SFTConfig
 
 from ...adapters import refuse_adapter, refuse_adapters, refuse_quantized
 from ...attention import AttentionRequest, get_backend
-from ...config.arguments import names_head
+from ...config.arguments import FLOAT8, names_head
 from ...config.requirements import Found, Requirement
 from ...errors import TRAIN_PADDED, MissingPackage, NoBackend, PackingError, VersionTooOld
 from ...packing import MINIBATCH
@@ -215,6 +215,7 @@ TRAINABLE = (
 )  # fmt: skip
 
 SETUP = (
+    FLOAT8,
     Requirement(_is_unenforced,
         "padding_free=True without packing, and max_length={r.max_length}.",
         why="TRL does not enforce max_length then, and refuses this combination",
