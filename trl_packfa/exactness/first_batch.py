@@ -37,7 +37,6 @@ from ..patching.rotary import depends_on_length
 from .compare import nan_as_inf, relative_difference
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .first_padded_batch import check_padded_call
-from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
 from .scoring import Scorer
@@ -78,7 +77,7 @@ def check_batch(
     chosen = _choose([int(mask[1:].sum()) for mask in trained], [min(n, most) for n in layout.lengths])
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
-    with quiet(model, training=True), uncompiled(model), fast_half_products(model):
+    with quiet(model, training=True), uncompiled(model):
         with _outputs_of_models(model) as outputs:
             packed = trained_outputs(model, batch, called).log_probs
         part = batch if group is None else shard_batch(batch, group)
@@ -112,10 +111,8 @@ def _check_padded(model: nn.Module, batch: Mapping[str, Any]) -> list[Comparison
 
     if (unpadding := unpadding_of(patched)) is None:
         return []
-    counted = vars(unpadding).copy()
     with quiet(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
         trained_outputs(model, batch, model)
-    vars(unpadding).update(counted)
     return [comparison._replace(where=type(patched).__name__) for comparison in found if comparison is not None]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..layout.padded_rows import PaddedRows
+from ..override import set_inside
 from ..parallel.zero3 import is_partitioned
 from ..patching import cross_attention
 from ..patching.apply import find_state
@@ -44,12 +45,9 @@ def check_padded_call(
     sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
     if sharded or is_partitioned(model) or state.invocations:
         return None
-    counted = vars(state.unpadding).copy()
-    try:
-        state.unpadding.watch = None  # the model is called again below
+    # The model is called again, which is neither counted nor watched.
+    with set_inside(state.unpadding, **{**vars(state.unpadding), "watch": None}):
         return compare_padded_batch(state.parts.stack, forward, call, rows)
-    finally:
-        vars(state.unpadding).update(counted)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import combinations, compress
 from typing import NamedTuple, TypeAlias
@@ -25,7 +24,7 @@ from .engine import Differences, layer_differences
 from .following import Key, Result, Run, Trace
 from .parity import run_packed
 from .probe import Arrangement, Probe, dtype_of, take_gradients
-from .quiet import evaluating
+from .quiet import modes_kept
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -122,7 +121,9 @@ def forward(
 
     If `evaluated`, the model is in evaluation mode for this run.
     """
-    with evaluating(probe.model) if evaluated else nullcontext():
+    with modes_kept(probe.model):
+        if evaluated:
+            probe.model.eval()
         if not probe.model.training:
             with torch.no_grad():
                 return probe.packed(arrangement, tokens)

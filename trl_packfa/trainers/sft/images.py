@@ -34,7 +34,6 @@ from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import STEP
 from ...parallel.ranks import agree
-from ...patching.apply import find_state
 from ..base.packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
 from ..requirements.data import IMAGES
@@ -179,8 +178,6 @@ def _require_same_losses(
     model, so it also finds a vision tower that mixes the images of a micro-batch, and merged images that belong to
     another example.
     """
-    state = find_state(model)
-    counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}
 
     def losses(batch: dict[str, Any], *, off: bool = False) -> torch.Tensor:
         with last_places_off(model) if off else nullcontext():
@@ -188,8 +185,6 @@ def _require_same_losses(
 
     with quiet(model, training=True):
         apart, own, rounded = losses(together), losses(alone), losses(alone, off=True)
-    if state is not None and state.unpadding is not None:  # these calls do not count in the logs
-        vars(state.unpadding).update(counted)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
     apart, own, rounded = (values[: len(own)][None] for values in (apart, own, rounded))
     noise, floor = relative_difference(rounded, own), TOLERANCES[compute_dtype(model, own.dtype)].outputs
