@@ -60,7 +60,7 @@ class Compared(NamedTuple):
     def rows(self, kind: str, of: str = "") -> list[Comparison]:
         """Return the comparisons of a report: of this kind, and of its gradients."""
         forward = self.forward.named(kind, where=self.first or self.forward.where, of=of)
-        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients")])]
+        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients", of=of)])]
 
 
 def compare(
