@@ -197,6 +197,12 @@ class ExactnessReport(Report):
         facts = f"{self.model_type}, level {self.level}, {self.backend}, {self.dtype}, {self.training}"
         return f"{super().__str__()}{gradients} [{facts}]"
 
+    @property
+    def told(self) -> str:
+        """The verdict for the terminal, with where it was taken from or how long it took."""
+        old = f"proven {self.taken_from}; nothing has changed since"
+        return f"exactness check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"
+
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
         known = results().get(self.model_type, {})
