@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
+from .comparison import TOLERANCES, Comparison, nearest
 from .following import Key
 
 # A gradient may differ by this many times the measured rounding: a bias has only few numbers, so its rounding varies
@@ -60,16 +60,12 @@ def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
 ) -> tuple[Comparison, str | None]:
     """Return the worst difference, and the first module in forward order whose difference is not allowed."""
-    # Noise is one random draw of rounding. If it is small by chance, the model's median noise is used.
-    usual = median(noise.values()) if noise else 0.0
-    findings = []
-    for (key, document), difference in found.items():
-        own = max(noise.get((key, document), 0.0), usual)
-        allowed = max(NOISE_FACTOR * own, TOLERANCES[dtype].outputs)
-        findings.append(Comparison("parity", difference, allowed, key.module, own))
-    # `not ... <= 1`, because NaN is neither above nor below 1, and must count as too large.
-    first = next((finding.where for finding in findings if not finding.excess <= 1), None)
-    return max(findings, key=lambda finding: finding.excess), first
+    usual, least = _usual(noise), TOLERANCES[dtype].outputs
+    findings = [
+        Comparison.beside_rounding("parity", difference, max(noise.get(at, 0.0), usual), least, where=at[0].module)
+        for at, difference in found.items()
+    ]
+    return nearest(findings), next((finding.where for finding in findings if not finding.holds), None)
 
 
 def relative_gradients(names: Iterable[str], found: Sequence[float], norms: Sequence[float]) -> dict[str, float]:
@@ -94,15 +90,23 @@ def worst_gradient(
     Keys are names of parameters, and `dimensions` are those of each. Without `dimensions`, keys are documents, for the
     gradients of their embeddings.
     """
-    usual, findings = median(noise.values()) if noise else 0.0, []
-    for key, difference in found.items():
-        is_vector, own = dimensions is not None and dimensions[key] < 2, max(noise.get(key, 0.0), usual)
-        least = TOLERANCES[dtype].vectors if is_vector else TOLERANCES[dtype].gradients
-        if not (math.isfinite(own) and math.isfinite(difference)):  # no noise is allowed
-            own, difference = 0.0, math.inf
-        where = "the embeddings" if dimensions is None else str(key)
-        findings.append(Comparison("gradients", difference, max(_GRADIENT_NOISE_FACTOR * own, least), where, own))
-    return max(findings, key=lambda finding: finding.excess)
+    usual, table = _usual(noise), TOLERANCES[dtype]
+    return nearest(
+        Comparison.beside_rounding(
+            "gradients",
+            difference,
+            max(noise.get(key, 0.0), usual),
+            table.vectors if dimensions is not None and dimensions[key] < 2 else table.gradients,
+            factor=_GRADIENT_NOISE_FACTOR,
+            where="the embeddings" if dimensions is None else str(key),
+        )
+        for key, difference in found.items()
+    )
+
+
+def _usual(noise: Mapping[Any, float]) -> float:
+    # Noise is one random draw of rounding. If it is small by chance, the model's median noise is used.
+    return median(noise.values()) if noise else 0.0
 
 
 def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> float:

@@ -6,6 +6,7 @@ Everything that the library verifies about a run is a [`Comparison`], and each k
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -187,6 +188,18 @@ class Comparison(NamedTuple):
     noise: float = 0.0  # the difference from rounding alone
     of: str = ""  # which part of the run was compared
 
+    @classmethod
+    def beside_rounding(
+        cls, kind: str, difference: float, noise: float, least: float, *, factor: float = NOISE_FACTOR, **fields: Any
+    ) -> Comparison:
+        """Return a comparison whose limit is some times what rounding changes, and at `least` this much.
+
+        If either number is not finite, no noise is allowed, and any difference is infinite.
+        """
+        if not math.isfinite(difference + noise):
+            difference, noise = math.inf if difference else 0.0, 0.0
+        return cls(kind, difference, max(factor * noise, least), noise=noise, **fields)
+
     @property
     def words(self) -> Kind:
         """The words of its kind."""
@@ -245,3 +258,8 @@ class Comparison(NamedTuple):
 
     def _filled(self, text: str) -> str:
         return text.format(of=self.of, where=self.where)
+
+
+def nearest(found: Iterable[Comparison]) -> Comparison:
+    """Return the comparison that is nearest to its limit, or farthest beyond it."""
+    return max(found, key=lambda comparison: comparison.excess)

@@ -29,7 +29,7 @@ from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import StepPart, batches_of_step
 from ...exactness import Comparison, quiet
 from ...exactness.compare import relative_difference
-from ...exactness.comparison import NOISE_FACTOR, TOLERANCES
+from ...exactness.comparison import TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import STEP
@@ -187,8 +187,8 @@ def _require_same_losses(
         apart, own, rounded = losses(together), losses(alone), losses(alone, off=True)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
     apart, own, rounded = (values[: len(own)][None] for values in (apart, own, rounded))
-    noise, floor = relative_difference(rounded, own), TOLERANCES[compute_dtype(model, own.dtype)].outputs
-    rows, allowed = len(together["input_ids"]), max(NOISE_FACTOR * noise, floor)
-    found = Comparison("images", relative_difference(apart, own), allowed, noise=noise, of=str(rows))
+    off, noise = (relative_difference(values, own) for values in (apart, rounded))
+    least, rows = TOLERANCES[compute_dtype(model, own.dtype)].outputs, str(len(together["input_ids"]))
+    found = Comparison.beside_rounding("images", off, noise, least, of=rows)
     found.require()
     logger.info("trl-packfa: %s", found)
