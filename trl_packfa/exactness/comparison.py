@@ -31,13 +31,16 @@ class Tolerance(NamedTuple):
     # precision: over 570 tokens they are off by up to a sixth.
     vectors: float
     log_probs: float  # in nats: two last places of a logit of eight
+    losses: float  # of two means over the same losses, as a share of the mean, or of 1 if that is more
+    # The largest, in standard deviations, between two kernels of one module: they round differently on other shapes.
+    kernels: float
 
 
 TOLERANCES = {
-    torch.float64: Tolerance(1e-4, 3e-4, 3e-4, 1e-3),
-    torch.float32: Tolerance(1e-4, 3e-4, 3e-4, 1e-3),
-    torch.float16: Tolerance(4e-3, 3e-2, 0.25, 1.6e-2),
-    torch.bfloat16: Tolerance(1.6e-2, 1e-1, 0.25, 1.25e-1),
+    torch.float64: Tolerance(1e-4, 3e-4, 3e-4, 1e-3, 1e-5, 1e-6),
+    torch.float32: Tolerance(1e-4, 3e-4, 3e-4, 1e-3, 1e-4, 1e-3),
+    torch.float16: Tolerance(4e-3, 3e-2, 0.25, 1.6e-2, 2e-2, 5e-2),
+    torch.bfloat16: Tolerance(1.6e-2, 1e-1, 0.25, 1.25e-1, 2e-2, 5e-2),
 }
 
 
@@ -167,6 +170,7 @@ KINDS = {
         fails="{where}: the first step's loss re-cut, {of} in the padded run's micro-batches,",
         do="Train with packing_strategy='minibatch', and please report it.",
     ),
+    "merged images": Kind("values of a batch", "the processor's batches depend on their examples: {where}"),
     "images": Kind(
         "losses of an example in the first re-cut micro-batch of {of}, against alone",
         "the model, or its processor, lets the images of a micro-batch have an effect on each other",
@@ -199,6 +203,11 @@ class Comparison(NamedTuple):
         if not math.isfinite(difference + noise):
             difference, noise = math.inf if difference else 0.0, 0.0
         return cls(kind, difference, max(factor * noise, least), noise=noise, **fields)
+
+    @classmethod
+    def of_means(cls, kind: str, mean: float, expected: float, dtype: torch.dtype, **fields: Any) -> Comparison:
+        """Return a comparison of two means over the same losses, as a share of the expected one, or of 1."""
+        return cls(kind, abs(mean - expected) / max(abs(expected), 1.0), TOLERANCES[dtype].losses, **fields)
 
     @property
     def words(self) -> Kind:

@@ -24,7 +24,7 @@ from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import NAME, named_state, runs_by_name
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
-from .comparison import VISIBLE, Comparison
+from .comparison import TOLERANCES, VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import (
     LONG_ROWS,
@@ -46,9 +46,6 @@ from .quiet import quiet
 from .report import ExactnessReport
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
-
-# Limit for the difference between two sums of the same losses.
-_SAME_LOSS = 1e-5
 
 
 def check(
@@ -238,7 +235,7 @@ def _measure(
             *([Comparison("steadiness", unsteady, math.inf, of=f"{unsteady:.1e}")] if unsteady else []),
             *([Comparison("input gradients", max(leaked), 0.0)] if leaked else []),
             parity,
-            Comparison("loss", short.loss_difference(), _SAME_LOSS),
+            Comparison("loss", short.loss_difference(), TOLERANCES[torch.float64].losses),
             *([] if gradient is None else [gradient]),
             Comparison("control", measure_control(short), VISIBLE),
         ),
