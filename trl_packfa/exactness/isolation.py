@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import largest, relative_difference, share, worst
-from .comparison import TOLERANCES
+from .compare import Differences, judged_layers, largest, relative_difference, share
+from .comparison import TOLERANCES, nearest
 from .documents import Documents, alternating, losses, replacements
-from .engine import Differences, layer_differences
+from .engine import layer_differences
 from .following import Key, Result, Run, Trace
 from .parity import run_packed
 from .probe import Arrangement, Probe, dtype_of, take_gradients
@@ -197,7 +197,7 @@ class _Regrouping:
                     usual = float(value.float().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()) or 1.0
                     moved = max(moved, largest([after[key]], [value]) / usual)
         found = layer_differences({i: run[i] for i in before}, before, typical=self.subject.chooses)
-        beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run)))
+        beyond = nearest(judged_layers(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run))))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 
