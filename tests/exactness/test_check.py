@@ -12,7 +12,7 @@ from tolerance import VISIBLE
 from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness import check_unpadding, engine, subject, unpadding
+from trl_packfa.exactness import Comparison, check_unpadding, engine, subject, unpadding
 from trl_packfa.exactness.compare import largest, share
 from trl_packfa.exactness.probe import Probe
 from trl_packfa.patching.apply import PatchOptions, apply_patch
@@ -108,6 +108,17 @@ def test_a_model_of_zeros_is_refused_in_words(part):
 
 def test_a_share_of_nothing():
     assert (share(0.0, 0.0), share(1e-9, 0.0), share(1.0, 2.0)) == (0.0, float("inf"), 0.5)
+
+
+def test_a_number_that_is_not_finite_is_no_rounding():
+    """The control: rounding that is finite raises the limit."""
+
+    def holds(difference, noise):
+        return Comparison.beside_rounding("parity", difference, noise, 1e-4).holds
+
+    assert holds(2e-4, 1e-3) and not holds(2e-4, 0.0)
+    for bad in (float("nan"), float("inf")):
+        assert not holds(bad, 1e-3) and not holds(2e-4, bad) and holds(0.0, bad)
 
 
 def test_a_model_that_mixes_no_tokens_proves_nothing():

@@ -91,7 +91,7 @@ def test_a_processor_whose_batches_depend_on_their_examples_makes_them_again(tmp
     with caplog.at_level("INFO", logger="trl_packfa"):
         train(trainer)
     assert list(trainer._cutter._collator.collator.is_equal.values()) == [False]
-    assert [r.message for r in caplog.records if "they are processed twice" in r.message]
+    assert [r.message for r in caplog.records if "pixel_values, so they are processed twice" in r.message]
 
 
 def test_a_tower_that_mixes_images_is_found_before_the_first_update(tmp_path, caplog):

@@ -19,7 +19,10 @@ from torch.profiler import profile
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ..exactness.probe import vocabulary_of
+from ..exactness import Comparison, vocabulary_of
+from ..exactness.compare import largest, share
+from ..exactness.comparison import TOLERANCES
+from ..exactness.subject import rounding_dtype
 from .arguments import read_arguments
 from .environment import ALLOCATOR, large_heap
 from .measuring import PeakMemory, StepCounter, Work, compiled_graphs, start_trace, summary
@@ -28,8 +31,6 @@ from .sides import Side, attention_of, build_trainer, upstream_attention
 STEP, FINISH = "step", "finish"
 # Lengths in tokens of two documents. A change of the first must not change the logits of the second.
 _LENGTHS = (7, 9)
-# Threshold in standard deviations of the logits: rounding stays below it, a leak is far above.
-_MOVED = 1e-2
 # Lines of the log of a process that died, and seconds in which a process may end by itself.
 _LAST_LINES, _PATIENCE = 5, 10.0
 
@@ -157,9 +158,11 @@ def leaks(trainer: Any, side: Side) -> bool:
     try:
         with torch.no_grad(), trainer.accelerator.autocast(), torch.random.fork_rng():
             first, changed = (_logits(trainer, side, [draw[i], draw[1]]) for i in (0, 2))
+            least = TOLERANCES[rounding_dtype(trainer.model, first.dtype)].outputs
     finally:
         trainer.model.train(was_training)
-    return bool((first - changed).abs().max() > _MOVED * first.std())
+    moved = share(largest([first], [changed]), float(first.float().std()))  # in standard deviations of the logits
+    return not Comparison("isolation", moved, least).holds
 
 
 def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tensor:
@@ -174,7 +177,7 @@ def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tenso
     torch.manual_seed(0)
     batch.pop("labels")
     logits = trainer.model(**batch, use_cache=False).logits
-    return (logits[1] if logits.shape[0] == 2 else logits[0])[-_LENGTHS[1] :].float()
+    return (logits[1] if logits.shape[0] == 2 else logits[0])[-_LENGTHS[1] :]
 
 
 def _synchronize() -> None:

@@ -111,6 +111,8 @@ class Merging:
 
     def __call__(self, examples: Sequence[Processed]) -> dict[str, Any]:
         """Return the processor's batch of these examples."""
+        from ..exactness.comparison import Comparison  # its room imports this one
+
         if len(examples) == 1:
             return dict(examples[0].batch)
         kind = frozenset(frozenset(example.batch) for example in examples)
@@ -119,9 +121,10 @@ class Merging:
             return merged
         own = dict(self.collate([example.row for example in examples]))
         if merged is not None:
-            self.is_equal[kind] = _equal(merged, own)
-            if not self.is_equal[kind]:
-                logger.info("trl-packfa: the processor's batches depend on their examples: they are processed twice.")
+            found = Comparison("merged images", len(off := _differing(merged, own)), 0.0, ", ".join(off))
+            self.is_equal[kind] = found.holds
+            if not found.holds:
+                logger.info("trl-packfa: %s, so they are processed twice.", found.why)
         return own
 
     def _merged(self, batches: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -161,18 +164,19 @@ def _in_parts(batch: dict[str, Any], rows: int) -> list[dict[str, Any]] | None:
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
-def _equal(merged: dict[str, Any], own: dict[str, Any]) -> bool:
-    """Tell whether two batches are equal; token ids at pads, which no model computes, may differ."""
-    if merged.keys() != own.keys() or not all(isinstance(value, torch.Tensor) for value in own.values()):
-        return False
+def _differing(merged: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Return the keys of two batches' values that differ; token ids at pads, which no model computes, may."""
     # TRL's collators of pairs fill rows with the pad token, and with 0 where they moved tokens to the left.
     true = own["attention_mask"].bool()
-    return all(
-        value.dtype == own[key].dtype
-        and value.shape == own[key].shape
-        and torch.equal(*((value[true], own[key][true]) if key == "input_ids" else (value, own[key])))
-        for key, value in merged.items()
-    )
+
+    def is_same(one: Any, other: Any, *, of_ids: bool) -> bool:
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return False
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and torch.equal(*((one[true], other[true]) if of_ids else (one, other)))
+
+    keys = dict.fromkeys([*merged, *own])
+    return [key for key in keys if not is_same(merged.get(key), own.get(key), of_ids=key == "input_ids")]
 
 
 # Edge of a patch in pixels, and channels of an image, for a config that does not say them.

@@ -6,21 +6,20 @@ Shape letters: S documents, n tokens of one, D features, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .following import Key
 
-# A gradient may differ by this many times the measured rounding: a bias has only few numbers, so its rounding varies
-# more than that of a layer's output.
-_GRADIENT_NOISE_FACTOR = 6.0
 # Very small tokens and gradients are compared with this share of the usual size instead of their own.
 _SMALL, _SMALL_GRADIENT = 1e-1, 1e-2
-_K = TypeVar("_K", str, int)
+_K = TypeVar("_K")
+# By traced tensor and document.
+Differences: TypeAlias = "dict[tuple[Key, int], float]"
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
@@ -56,20 +55,32 @@ def routed_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: 
     return float((off_n.median() if typical else off_n.mean()).sqrt())
 
 
-def worst(
-    found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
-) -> tuple[Comparison, str | None]:
-    """Return the worst difference, and the first module in forward order whose difference is not allowed."""
+def judged(
+    kind: str,
+    found: Mapping[_K, float],
+    noise: Mapping[_K, float],
+    least: Callable[[_K], float],
+    where: Callable[[_K], str],
+    *,
+    factor: float = NOISE_FACTOR,
+) -> list[Comparison]:
+    """Return a comparison for each difference in `found`, beside what rounding changes there, in `noise`.
+
+    `least` and `where` are functions of its key.
+    """
     # Noise is one random draw of rounding. If it is small by chance, the model's median noise is used.
     usual = median(noise.values()) if noise else 0.0
-    findings = []
-    for (key, document), difference in found.items():
-        own = max(noise.get((key, document), 0.0), usual)
-        allowed = max(NOISE_FACTOR * own, TOLERANCES[dtype].outputs)
-        findings.append(Comparison("parity", difference, allowed, key.module, own))
-    # `not ... <= 1`, because NaN is neither above nor below 1, and must count as too large.
-    first = next((finding.where for finding in findings if not finding.excess <= 1), None)
-    return max(findings, key=lambda finding: finding.excess), first
+    return [
+        Comparison.beside_rounding(
+            kind, difference, max(noise.get(key, 0.0), usual), least(key), factor=factor, where=where(key)
+        )
+        for key, difference in found.items()
+    ]
+
+
+def judged_layers(found: Differences, noise: Differences, dtype: torch.dtype) -> list[Comparison]:
+    """Return a comparison for each layer and document, in forward order."""
+    return judged("parity", found, noise, lambda at: TOLERANCES[dtype].outputs, lambda at: at[0].module)
 
 
 def relative_gradients(names: Iterable[str], found: Sequence[float], norms: Sequence[float]) -> dict[str, float]:
@@ -81,28 +92,6 @@ def relative_gradients(names: Iterable[str], found: Sequence[float], norms: Sequ
     # only rounding, and would be off by 100 %.
     small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
     return {name: off / max(norm, small) for name, off, norm in zip(names, found, norms, strict=True)}
-
-
-def worst_gradient(
-    found: Mapping[_K, float],
-    noise: Mapping[_K, float],
-    dtype: torch.dtype,
-    dimensions: Mapping[_K, int] | None = None,
-) -> Comparison:
-    """Return the worst gradient, by its relative difference in `found` and that from rounding in `noise`.
-
-    Keys are names of parameters, and `dimensions` are those of each. Without `dimensions`, keys are documents, for the
-    gradients of their embeddings.
-    """
-    usual, findings = median(noise.values()) if noise else 0.0, []
-    for key, difference in found.items():
-        is_vector, own = dimensions is not None and dimensions[key] < 2, max(noise.get(key, 0.0), usual)
-        least = TOLERANCES[dtype].vectors if is_vector else TOLERANCES[dtype].gradients
-        if not (math.isfinite(own) and math.isfinite(difference)):  # no noise is allowed
-            own, difference = 0.0, math.inf
-        where = "the embeddings" if dimensions is None else str(key)
-        findings.append(Comparison("gradients", difference, max(_GRADIENT_NOISE_FACTOR * own, least), where, own))
-    return max(findings, key=lambda finding: finding.excess)
 
 
 def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> float:

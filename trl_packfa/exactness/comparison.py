@@ -6,6 +6,7 @@ Everything that the library verifies about a run is a [`Comparison`], and each k
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +31,16 @@ class Tolerance(NamedTuple):
     # precision: over 570 tokens they are off by up to a sixth.
     vectors: float
     log_probs: float  # in nats: two last places of a logit of eight
+    losses: float  # of two means over the same losses, as a share of the mean, or of 1 if that is more
+    # The largest, in standard deviations, between two kernels of one module: they round differently on other shapes.
+    kernels: float
 
 
 TOLERANCES = {
-    torch.float64: Tolerance(1e-4, 3e-4, 3e-4, 1e-3),
-    torch.float32: Tolerance(1e-4, 3e-4, 3e-4, 1e-3),
-    torch.float16: Tolerance(4e-3, 3e-2, 0.25, 1.6e-2),
-    torch.bfloat16: Tolerance(1.6e-2, 1e-1, 0.25, 1.25e-1),
+    torch.float64: Tolerance(1e-4, 3e-4, 3e-4, 1e-3, 1e-5, 1e-6),
+    torch.float32: Tolerance(1e-4, 3e-4, 3e-4, 1e-3, 1e-4, 1e-3),
+    torch.float16: Tolerance(4e-3, 3e-2, 0.25, 1.6e-2, 2e-2, 5e-2),
+    torch.bfloat16: Tolerance(1.6e-2, 1e-1, 0.25, 1.25e-1, 2e-2, 5e-2),
 }
 
 
@@ -166,6 +170,7 @@ KINDS = {
         fails="{where}: the first step's loss re-cut, {of} in the padded run's micro-batches,",
         do="Train with packing_strategy='minibatch', and please report it.",
     ),
+    "merged images": Kind("values of a batch", "the processor's batches depend on their examples: {where}"),
     "images": Kind(
         "losses of an example in the first re-cut micro-batch of {of}, against alone",
         "the model, or its processor, lets the images of a micro-batch have an effect on each other",
@@ -186,6 +191,23 @@ class Comparison(NamedTuple):
     where: str = ""  # the module or parameter that is worst, or the first one that is wrong
     noise: float = 0.0  # the difference from rounding alone
     of: str = ""  # which part of the run was compared
+
+    @classmethod
+    def beside_rounding(
+        cls, kind: str, difference: float, noise: float, least: float, *, factor: float = NOISE_FACTOR, **fields: Any
+    ) -> Comparison:
+        """Return a comparison whose limit is some times what rounding changes, and at `least` this much.
+
+        If either number is not finite, no noise is allowed, and any difference is infinite.
+        """
+        if not math.isfinite(difference + noise):
+            difference, noise = math.inf if difference else 0.0, 0.0
+        return cls(kind, difference, max(factor * noise, least), noise=noise, **fields)
+
+    @classmethod
+    def of_means(cls, kind: str, mean: float, expected: float, dtype: torch.dtype, **fields: Any) -> Comparison:
+        """Return a comparison of two means over the same losses, as a share of the expected one, or of 1."""
+        return cls(kind, abs(mean - expected) / max(abs(expected), 1.0), TOLERANCES[dtype].losses, **fields)
 
     @property
     def words(self) -> Kind:
@@ -245,3 +267,8 @@ class Comparison(NamedTuple):
 
     def _filled(self, text: str) -> str:
         return text.format(of=self.of, where=self.where)
+
+
+def nearest(found: Iterable[Comparison]) -> Comparison:
+    """Return the comparison that is nearest to its limit, or farthest beyond it."""
+    return max(found, key=lambda comparison: comparison.excess)

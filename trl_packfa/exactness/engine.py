@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .compare import (
+    Differences,
+    judged,
+    judged_layers,
     relative_difference,
     relative_gradients,
     relative_logits,
     routed_difference,
-    worst,
-    worst_gradient,
 )
-from .comparison import Comparison
+from .comparison import TOLERANCES, Comparison, nearest
 from .following import Key, Run
 from .probe import dtype_of
 from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
-Differences: TypeAlias = "dict[tuple[Key, int], float]"
+# A gradient may differ by this many times the measured rounding: a bias has only few numbers, so its rounding varies
+# more than that of a layer's output.
+_GRADIENT_NOISE_FACTOR = 6.0
 # A difference of up to three times its limit is judged again, after rounding was drawn three times more.
 _NEAR, _MORE_DRAWS = 3.0, 3
 # Share of the reference's own rounding that counts: a gradient may be off by twice as much (six times a third). The
@@ -60,7 +64,7 @@ class Compared(NamedTuple):
     def rows(self, kind: str, of: str = "") -> list[Comparison]:
         """Return the comparisons of a report: of this kind, and of its gradients."""
         forward = self.forward.named(kind, where=self.first or self.forward.where, of=of)
-        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients")])]
+        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients", of=of)])]
 
 
 def compare(
@@ -188,13 +192,18 @@ def _judged(
     """Compare the differences of all ways with what rounding changes; `norms` are of the reference's gradients."""
     dtype = rounding_dtype(subject.model, dtype_of(expected))
     # Each way is judged by itself, as a document and layer may be wrong in only one of them.
-    judged = [(*worst(apart.layers, noise.layers, dtype), where) for where, apart in enumerate(found)]
-    forward, first, where = max(judged, key=lambda item: item[0].excess)
-    gradients = [worst_gradient(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
+    by_way = [judged_layers(apart.layers, noise.layers, dtype) for apart in found]
+    where = max(range(len(by_way)), key=lambda way: nearest(by_way[way]).excess)
+    first = next((layer.where for layer in by_way[where] if not layer.holds), None)
+    table, gradients = TOLERANCES[dtype], partial(judged, "gradients", factor=_GRADIENT_NOISE_FACTOR)
+    changed: list[Comparison] = []
+    for apart in found:
+        changed += gradients(apart.inputs, noise.inputs, lambda _: table.gradients, lambda _: "the embeddings")
     if sum(norms):
         largest = [max(0.0, *of_ways) for of_ways in zip(*(apart.gradients for apart in found), strict=True)]
         names = subject.dimensions
-        changed, rounded = (relative_gradients(names, by, norms) for by in (largest, noise.gradients))
-        gradients.append(worst_gradient(changed, rounded, dtype, names))
-    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    return Compared(expected, noise.layers, forward, first, gradient, where)
+        differ, rounded = (relative_gradients(names, by, norms) for by in (largest, noise.gradients))
+        changed += gradients(differ, rounded, lambda name: table.vectors if names[name] < 2 else table.gradients, str)
+    return Compared(
+        expected, noise.layers, nearest(by_way[where]), first, nearest(changed) if changed else None, where
+    )

@@ -35,9 +35,8 @@ from ..patching.apply import unpadding_of
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from .compare import nan_as_inf, relative_difference
-from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
+from .comparison import TOLERANCES, Comparison, nearest
 from .first_padded_batch import check_padded_call
-from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
 from .scoring import Scorer
@@ -78,7 +77,7 @@ def check_batch(
     chosen = _choose([int(mask[1:].sum()) for mask in trained], [min(n, most) for n in layout.lengths])
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
-    with quiet(model, training=True), uncompiled(model), fast_half_products(model):
+    with quiet(model, training=True), uncompiled(model):
         with _outputs_of_models(model) as outputs:
             packed = trained_outputs(model, batch, called).log_probs
         part = batch if group is None else shard_batch(batch, group)
@@ -112,10 +111,8 @@ def _check_padded(model: nn.Module, batch: Mapping[str, Any]) -> list[Comparison
 
     if (unpadding := unpadding_of(patched)) is None:
         return []
-    counted = vars(unpadding).copy()
     with quiet(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
         trained_outputs(model, batch, model)
-    vars(unpadding).update(counted)
     return [comparison._replace(where=type(patched).__name__) for comparison in found if comparison is not None]
 
 
@@ -168,16 +165,17 @@ def _worst(
     usual = float(usual_noise.median()) if len(usual_noise) else 0.0
     # A document without a measured noise uses the usual noise.
     own = [float(each.median()) if len(each) else usual for each in noise] + [usual] * (len(found) - len(noise))
-    made = []
-    for difference, rounding, tokens in [(together, usual, 0), *zip(found, own, lengths, strict=True)]:
-        # Short documents still count in the tokens of all documents together.
-        if tokens and len(difference) < _FEW:
-            continue
-        middle = float(difference.median())
-        allowed = max(NOISE_FACTOR * max(rounding, usual), floor)
-        which = f"a document of {tokens} tokens" if tokens else "its documents"
-        made.append(Comparison("first batch", nan_as_inf(middle), allowed, noise=max(rounding, usual), of=which))
-    return max(made, key=lambda comparison: comparison.excess)
+    cases = [(together, usual, "its documents")]
+    # Short documents still count in the tokens of all documents together.
+    cases += [
+        (off, max(rounding, usual), f"a document of {tokens} tokens")
+        for off, rounding, tokens in zip(found, own, lengths, strict=True)
+        if len(off) >= _FEW
+    ]
+    return nearest(
+        Comparison.beside_rounding("first batch", float(off.median()), rounding, floor, of=which)
+        for off, rounding, which in cases
+    )
 
 
 def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.Module, Any]) -> Comparison | None:
@@ -207,7 +205,13 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
     leaf = states.detach().requires_grad_(True)
     params = [leaf, *(weight for weight in weights if weight.requires_grad)]
     assert scorer.head is not None
-    with torch.enable_grad(), _returning(leaf, states, outputs), _dtype_of(scorer.head, model) as dtype:
+    dtypes: set[torch.dtype] = set()
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        # Inside the head accelerate's autocast is on. Its output may be cast up, by the head itself too.
+        dtypes.add(rounding_dtype(model, output.dtype))
+
+    with torch.enable_grad(), _returning(leaf, states, outputs), scorer.head.register_forward_hook(note):
         found = trained_outputs(model, batch, model)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
@@ -236,7 +240,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
         "the loss": nan_as_inf(abs(loss + float(scored[trained].mean())) / max(abs(loss), 1.0)),
     }
     what = max(differences, key=lambda name: differences[name])
-    allowed = TOLERANCES[dtype[-1]].gradients
+    allowed = max(TOLERANCES[dtype].gradients for dtype in dtypes)
     return Comparison("head", differences[what], allowed, of=f"{what} of {len(trained)} trained positions")
 
 
@@ -270,21 +274,6 @@ def _outputs_of_models(model: nn.Module) -> Iterator[dict[nn.Module, Any]]:
             if isinstance(module, PreTrainedModel):
                 stack.enter_context(module.register_forward_hook(keep))
         yield outputs
-
-
-@contextmanager
-def _dtype_of(head: nn.Module, model: nn.Module) -> Iterator[list[torch.dtype]]:
-    """Keep the dtype that rounds the products of a model's head in a `with` block.
-
-    It is read inside the head: there accelerate's autocast is on. Its output may be cast up, by the head itself too.
-    """
-    found: list[torch.dtype] = []
-
-    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        found[:] = [rounding_dtype(model, output.dtype)]
-
-    with head.register_forward_hook(keep):
-        yield found
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..layout.padded_rows import PaddedRows
+from ..override import set_inside
 from ..parallel.zero3 import is_partitioned
 from ..patching import cross_attention
 from ..patching.apply import find_state
@@ -22,7 +23,7 @@ from ..patching.handed_masks import handed_masks
 from ..patching.inspect import inner_model
 from ..patching.unpadding import states_of
 from .compare import relative_difference
-from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
+from .comparison import TOLERANCES, Comparison, nearest
 from .quiet import quiet
 from .rounding import last_places_off
 from .subject import compute_dtype
@@ -44,12 +45,9 @@ def check_padded_call(
     sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
     if sharded or is_partitioned(model) or state.invocations:
         return None
-    counted = vars(state.unpadding).copy()
-    try:
-        state.unpadding.watch = None  # the model is called again below
+    # The model is called again, which is neither counted nor watched.
+    with set_inside(state.unpadding, **{**vars(state.unpadding), "watch": None}):
         return compare_padded_batch(state.parts.stack, forward, call, rows)
-    finally:
-        vars(state.unpadding).update(counted)
 
 
 @torch.no_grad()
@@ -67,17 +65,18 @@ def compare_padded_batch(
         alone = [_alone(forward, call, rows, i) for i in chosen]
         with last_places_off(backbone):
             rounded = [_alone(forward, call, rows, i) for i in chosen]
-    floor, found = TOLERANCES[compute_dtype(backbone, together.dtype)].outputs, []
+    least, found = TOLERANCES[compute_dtype(backbone, together.dtype)].outputs, []
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
         found_together = together[i, start : start + length]
         # Compare the tokens after a shared prefix separately too, because they may be few of a row's tokens.
         for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
-            noise = relative_difference(off[-last:], own[-last:], typical=True)
-            difference = relative_difference(found_together[-last:], own[-last:], typical=True)
-            allowed, which = max(NOISE_FACTOR * noise, floor), f"a row of {length} tokens"
-            found.append(Comparison("padded batch", difference, allowed, noise=noise, of=which))
-    return max(found, key=lambda comparison: comparison.excess)
+            difference, noise = (
+                relative_difference(states[-last:], own[-last:], typical=True) for states in (found_together, off)
+            )
+            which = f"a row of {length} tokens"
+            found.append(Comparison.beside_rounding("padded batch", difference, noise, least, of=which))
+    return nearest(found)
 
 
 def _choose(rows: PaddedRows) -> list[int]:

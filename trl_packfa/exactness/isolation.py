@@ -11,21 +11,20 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import combinations, compress
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import largest, relative_difference, share, worst
-from .comparison import TOLERANCES
+from .compare import Differences, judged_layers, largest, relative_difference, share
+from .comparison import TOLERANCES, nearest
 from .documents import Documents, alternating, losses, replacements
-from .engine import Differences, layer_differences
+from .engine import layer_differences
 from .following import Key, Result, Run, Trace
 from .parity import run_packed
 from .probe import Arrangement, Probe, dtype_of, take_gradients
-from .quiet import evaluating
+from .quiet import modes_kept
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -122,7 +121,9 @@ def forward(
 
     If `evaluated`, the model is in evaluation mode for this run.
     """
-    with evaluating(probe.model) if evaluated else nullcontext():
+    with modes_kept(probe.model):
+        if evaluated:
+            probe.model.eval()
         if not probe.model.training:
             with torch.no_grad():
                 return probe.packed(arrangement, tokens)
@@ -196,7 +197,7 @@ class _Regrouping:
                     usual = float(value.float().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()) or 1.0
                     moved = max(moved, largest([after[key]], [value]) / usual)
         found = layer_differences({i: run[i] for i in before}, before, typical=self.subject.chooses)
-        beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run)))
+        beyond = nearest(judged_layers(found, self.noise, rounding_dtype(self.subject.model, dtype_of(run))))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,14 @@ from ..data.collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
 from ..kernels.random_states import devices_of, random_states
 from ..memory import return_freed_memory
-from ..override import set_inside
+from ..override import attributes_set
 from ..parallel.zero3 import gradients_taken, whole_size
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import NAME, named_state, runs_by_name
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
-from .comparison import VISIBLE, Comparison
+from .comparison import TOLERANCES, VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import (
     LONG_ROWS,
@@ -43,14 +42,10 @@ from .documents import (
 from .isolation import Isolation, first_leak, forward, measure_control, measure_isolation
 from .parity import first_difference, measure_parity
 from .probe import Arrangement, Collator, Probe, dtype_of, special_tokens, vocabulary_of
-from .products import fast_half_products
 from .quiet import quiet
 from .report import ExactnessReport
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
-
-# Limit for the difference between two sums of the same losses.
-_SAME_LOSS = 1e-5
 
 
 def check(
@@ -105,10 +100,12 @@ def check(
     started = time.perf_counter()
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
-    with gradients_taken(model) as gradient_parts, torch.enable_grad(), _without_sharing(state):
+    # Prefixes change with the documents that are replaced, and rounding with them: `check_unpadding` measures them.
+    alone = [] if state.unpadding is None else [(state.unpadding, "sharing", None)]
+    with gradients_taken(model) as gradient_parts, torch.enable_grad(), attributes_set(alone):
         drawn = _draw(model, state, known, seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
-        with quiet(model, training=True), fast_half_products(model):
+        with quiet(model, training=True):
             whole = Subject(model, state, gradient_parts, progress)
             short = _short_probe(whole, collator, drawn, seed)
             drawn_before: list[bool] = []  # by each run of one document
@@ -120,7 +117,7 @@ def check(
                 # If both modes give the same bits, a second measurement would only repeat the first.
                 report, both = _measure(short, long, mode="training", both=True)
                 measured.append(report)
-        with quiet(model), fast_half_products(model):
+        with quiet(model):
             # A mode that fails decides the verdict.
             if draws or (measured[0].is_exact and not both):
                 measured.append(_measure(short, long, mode="evaluation", both=False, gradients=draws)[0])
@@ -145,15 +142,6 @@ def check(
         seconds=round(time.perf_counter() - started, 3),
         versions={package: installed_version(package) or "" for package in ("trl-packfa", *MINIMUM_VERSIONS)},
     )
-
-
-def _without_sharing(state: PatchState) -> AbstractContextManager[None]:
-    """Let each document compute its own prefix inside a `with` block; nothing in it counts for the user.
-
-    Prefixes change with the documents that are replaced, and rounding with them. `check_unpadding` measures them.
-    """
-    unpadding = state.unpadding
-    return nullcontext() if unpadding is None else set_inside(unpadding, **{**vars(unpadding), "sharing": None})
 
 
 def _draw(model: nn.Module, state: PatchState, known: torch.Tensor, seed: int) -> tuple[Documents, Documents]:
@@ -247,7 +235,7 @@ def _measure(
             *([Comparison("steadiness", unsteady, math.inf, of=f"{unsteady:.1e}")] if unsteady else []),
             *([Comparison("input gradients", max(leaked), 0.0)] if leaked else []),
             parity,
-            Comparison("loss", short.loss_difference(), _SAME_LOSS),
+            Comparison("loss", short.loss_difference(), TOLERANCES[torch.float64].losses),
             *([] if gradient is None else [gradient]),
             Comparison("control", measure_control(short), VISIBLE),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -12,9 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..kernels.random_states import devices_of, random_states_kept
 from ..override import set_inside
+from ..patching.apply import unpadding_of
 from ..patching.bitsandbytes import unconverted
 from ..patching.inspect import own_config
 from ..patching.rotary import fresh_frequencies
+from .products import fast_half_products
 
 # Names of rates at which random numbers are drawn in training: dropout, dropped layers, router jitter, noise.
 _DRAWS = re.compile(r"drop|jitter|noise|neftune")
@@ -24,20 +26,22 @@ _DRAWS = re.compile(r"drop|jitter|noise|neftune")
 def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Run a model without random numbers inside a `with` block, and restore its state afterwards.
 
-    Calls in the block do not depend on the lengths of earlier calls. Afterwards every module's mode, gradient, 4-bit
-    layer, shard and rotary frequencies and the random state are as before. With `training`, the model is in training
-    mode, where some models run other kernels and layers are checkpointed, and every rate at which random numbers are
-    drawn is set to 0.
+    Calls in the block do not depend on the lengths of earlier calls, and multiply half precision fast on a CPU.
+    Afterwards every module's mode, gradient, 4-bit layer, shard and rotary frequencies, what was counted of padded
+    calls and the random state are as before. With `training`, the model is in training mode, where some models run
+    other kernels and layers are checkpointed, and every rate at which random numbers are drawn is set to 0.
     """
-    # Kept for each module: adapters or frozen parts may be in another mode than the model.
-    modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    unpadding = unpadding_of(model)
     try:
         with (
             ExitStack() as silenced,
+            modes_kept(model),
             random_states_kept(devices_of(model)),
             unconverted(model),
             fresh_frequencies(model),
+            fast_half_products(model),
+            nullcontext() if unpadding is None else set_inside(unpadding, **vars(unpadding)),
         ):
             model.train(training)
             for config in map(own_config, model.modules()):
@@ -47,8 +51,6 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 _silence(model, silenced)
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
         # After a forward without a backward FSDP2 keeps its root's weights whole. Then a resumed run would not be
@@ -59,11 +61,10 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode inside a `with` block, and put back each module's mode."""
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the mode of each module after a `with` block: parts may be in another mode than the model."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.train(False)
         yield
     finally:
         for module, mode in modes:

@@ -155,9 +155,9 @@ class ExactnessReport(Report):
     - `control`: isolation with the boundaries removed. A check that does not see this change has no power.
     - those of [`UnpaddingReport`], for a model patched with `unpad=True`;
     - once training has begun: `first batch`, between the log-probability of the median token of a document of the
-      first batch, packed, and alone; `head`, between the LM head that trains and the model's own logits; and under
-      `sequence_parallel` `shared row` and `shared row gradients`, between a row that several processes share and the
-      same row on one process. Log-probabilities are in nats.
+      first batch, packed, and alone, in nats; `head`, between the LM head that trains and the model's own logits; and
+      under `sequence_parallel` `shared row` and `shared row gradients`, between a row that several processes share and
+      the same row on one process.
 
     Args:
         model_type (`str`), level (`str`), backend (`str`), dtype (`str`):
@@ -196,6 +196,12 @@ class ExactnessReport(Report):
         gradients = "" if "gradients" in self else ", gradients not measured, nothing trains"
         facts = f"{self.model_type}, level {self.level}, {self.backend}, {self.dtype}, {self.training}"
         return f"{super().__str__()}{gradients} [{facts}]"
+
+    @property
+    def told(self) -> str:
+        """The verdict for the terminal, with where it was taken from or how long it took."""
+        old = f"proven {self.taken_from}; nothing has changed since"
+        return f"exactness check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"
 
     def require_exact(self) -> None:
         """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""

@@ -35,7 +35,6 @@ from .documents import draw_documents, known_tokens
 from .engine import Compared, compare
 from .padded_runs import PaddedProbe, apart
 from .probe import dtype_of
-from .products import fast_half_products
 from .quiet import quiet
 from .report import UnpaddingReport
 from .subject import Subject, compute_dtype
@@ -75,19 +74,16 @@ def check_unpadding(
     started = time.perf_counter()
     known = known_tokens(documents, None, known_ids(inner_model(model)))
     with (
-        # Its counters tell the user what training saved, so the check's own calls must not count. Its losses may read
-        # pads: pooling of a first column does in rows padded on the left.
-        set_inside(state.unpadding, **{**vars(state.unpadding), "guards": False}),
         gradients_taken(model) as parts,
         torch.enable_grad(),
         quiet(model, training=True),
         uncompiled(model),
-        fast_half_products(model),
+        # The check's losses may read pads: pooling of a first column does in rows padded on the left.
+        set_inside(state.unpadding, guards=False, takes_left=True),
     ):
         subject, most = Subject(model, state, parts), max_positions(find_backbone(model, state.patch))
         lengths = [min(length, most or length) for length in _LENGTHS]
         tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
-        state.unpadding.takes_left = True
         probe = PaddedProbe(subject, tokens, seed)
         skipped = layers_to_skip(subject, probe.run_once)
         kinds = Subject(model, state, parts, skipped=skipped) if skipped else subject

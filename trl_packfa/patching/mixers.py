@@ -39,10 +39,7 @@ from .per_document import run_by_document
 
 logger = logging.getLogger(__name__)
 
-# A kernel rounds differently on other shapes. Results count as equal if they differ by less than this many standard
-# deviations, and by `_SEPARATION` times less than a result without boundaries does.
-_EQUAL = {torch.float32: 1e-3, torch.float64: 1e-6}
-_EQUAL_HALF = 5e-2
+# Results of a module's own kernels must also differ so many times less than a result without boundaries does.
 _SEPARATION = 30.0
 # Argument names for the boundaries: TRL's, and TRL's with that of flash-linear-attention's functions.
 _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
@@ -166,6 +163,8 @@ class MixerOverride(NamedOverride):
 
         Return `()` if none does, `None` if this call cannot show it.
         """
+        from ..exactness.comparison import TOLERANCES, Comparison  # its room imports this one
+
         # A trial must not change the random numbers that training draws after it.
         with random_states_kept(devices_of(self.module)):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
@@ -183,12 +182,13 @@ class MixerOverride(NamedOverride):
 
             # Without boundaries the kernels must be visibly wrong, or equal results would prove nothing. They may not
             # be in a row of one long and some tiny documents, or in a mixer whose gate is still shut.
-            control = error_of(())
-            if not control > _SEPARATION * 1e-6:
+            control = Comparison("control", error_of(()), _SEPARATION * 1e-6)
+            if not control.holds:
                 return None
-            dtype = next((a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.float32)
-            allowed = min(_EQUAL.get(dtype, _EQUAL_HALF), control / _SEPARATION)
-            return next((offer for offer in self.offers if error_of(offer) <= allowed), ())
+            dtypes = (value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            least = TOLERANCES[next((dtype for dtype in dtypes if dtype in TOLERANCES), torch.float32)].kernels
+            allowed = min(least, control.difference / _SEPARATION)
+            return next((offer for offer in self.offers if Comparison("parity", error_of(offer), allowed).holds), ())
 
 
 class FunctionOverride:

@@ -32,8 +32,6 @@ from .cutting import PaddedPairs, PairPart, PairStep, Rows
 _REFERENCE = "reference"
 # The attribute with which TRL reads the reference's log-probabilities, if it has any, from the batch.
 _REFERENCES_IN_BATCH = {"precompute_ref_logps": True}
-# Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
-_SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
 
 class RecutSteps(PackedRun):
@@ -156,10 +154,11 @@ class RecutSteps(PackedRun):
         both: Any = self.accelerator.reduce(torch.stack([loss.detach(), as_padded]).float(), "mean")
         trained, padded = both.tolist()
         whole_precision = self.model.dtype is torch.float32 and not (self.args.bf16 or self.args.fp16)
-        allowed = _SAME_LOSS if whole_precision else _SAME_HALF_LOSS
-        off, losses = abs(trained - padded) / max(1.0, abs(padded)), f"{trained:.6f} instead of {padded:.6f}"
-        if not math.isnan(off):  # re-cutting does not cause it
-            Comparison("re-cut loss", off, allowed, where=type(self).__name__, of=losses).require()
+        dtype = torch.float32 if whole_precision else torch.bfloat16
+        losses = f"{trained:.6f} instead of {padded:.6f}"
+        found = Comparison.of_means("re-cut loss", trained, padded, dtype, where=type(self).__name__, of=losses)
+        if not math.isnan(found.difference):  # re-cutting does not cause it
+            found.require()
 
 
 # Outputs of TRL's fused LM head for each token `(B, L - 1)`, and of a classifier for each row `(B, 1)`.

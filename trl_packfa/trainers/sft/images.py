@@ -29,12 +29,11 @@ from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import StepPart, batches_of_step
 from ...exactness import Comparison, quiet
 from ...exactness.compare import relative_difference
-from ...exactness.comparison import NOISE_FACTOR, TOLERANCES
+from ...exactness.comparison import TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import STEP
 from ...parallel.ranks import agree
-from ...patching.apply import find_state
 from ..base.packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
 from ..requirements.data import IMAGES
@@ -179,8 +178,6 @@ def _require_same_losses(
     model, so it also finds a vision tower that mixes the images of a micro-batch, and merged images that belong to
     another example.
     """
-    state = find_state(model)
-    counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}
 
     def losses(batch: dict[str, Any], *, off: bool = False) -> torch.Tensor:
         with last_places_off(model) if off else nullcontext():
@@ -188,12 +185,10 @@ def _require_same_losses(
 
     with quiet(model, training=True):
         apart, own, rounded = losses(together), losses(alone), losses(alone, off=True)
-    if state is not None and state.unpadding is not None:  # these calls do not count in the logs
-        vars(state.unpadding).update(counted)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
     apart, own, rounded = (values[: len(own)][None] for values in (apart, own, rounded))
-    noise, floor = relative_difference(rounded, own), TOLERANCES[compute_dtype(model, own.dtype)].outputs
-    rows, allowed = len(together["input_ids"]), max(NOISE_FACTOR * noise, floor)
-    found = Comparison("images", relative_difference(apart, own), allowed, noise=noise, of=str(rows))
+    off, noise = (relative_difference(values, own) for values in (apart, rounded))
+    least, rows = TOLERANCES[compute_dtype(model, own.dtype)].outputs, str(len(together["input_ids"]))
+    found = Comparison.beside_rounding("images", off, noise, least, of=rows)
     found.require()
     logger.info("trl-packfa: %s", found)

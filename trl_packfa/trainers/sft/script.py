@@ -189,12 +189,9 @@ def _show(trainer: PackedSFTTrainer) -> None:
 
 def _show_proof(proof: ExactnessReport) -> None:
     """Print the verdict of the exactness check and its measurements."""
-    if proof.taken_from:
-        said = f"exactness check: {proof.verdict}, proven {proof.taken_from}; nothing has changed since"
-        print(said, flush=True)
-        return
-    print(f"exactness check: {proof.verdict}, in {proof.seconds:.0f} s", flush=True)
-    print_table(proof.table())
+    print(proof.told, flush=True)
+    if not proof.taken_from:
+        print_table(proof.table())
 
 
 def build_trainer(
