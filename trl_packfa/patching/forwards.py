@@ -16,6 +16,7 @@ from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
 from ..errors import PackingError
+from ..kernels.lm_head.labelled import keep_labelled
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
@@ -97,6 +98,14 @@ class BackboneOverride(_PackedForward):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
+        call = current_call()
+        if call.labelled is None:
+            return self._run(args, kwargs)
+        with in_call(replace(call, labelled=None)):  # this call's, not that of backbones below
+            return keep_labelled(self._run(args, kwargs), call.labelled)
+
+    @around_graphs
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.named(args, kwargs)  # layouts are looked for by name
         masks = handed_masks(call.get("attention_mask"))
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}

@@ -9,10 +9,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....errors import PackingError
+from ....exactness.comparison import TOLERANCES, Comparison
 from ....layout.from_call import layout_of
-
-# Largest relative difference between two losses that rounding can explain.
-_SAME_LOSS = 1e-4
 
 
 def how_collator_fails(collator: Callable[[list[Any]], dict[str, Any]]) -> str:
@@ -42,6 +40,7 @@ def how_loss_differs(loss_func: Any, vocabulary: int, device: torch.device) -> s
             )
         except Exception as error:  # a user's function can raise anything; then nothing shows that packing is right
             return f"it failed on logits and labels of two documents: {error!r}"
-        if not abs(padded - packed) <= _SAME_LOSS * max(abs(padded), 1.0):
+        off = abs(padded - packed) / max(abs(padded), 1.0)
+        if not Comparison("loss", off, TOLERANCES[logits.dtype].outputs).holds:
             return f"its loss of two documents is {padded:.4f} padded, {packed:.4f} packed"
     return ""
