@@ -164,7 +164,7 @@ def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
 def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, caplog):
     """Dory multiplies each logit with a learned scale, at first 1, where TRL's fused head gives the same loss."""
     packed = packed_trainer(arguments(out=tmp_path, **FULL), model=small_model("dory"), peft_config=None)
-    assert "it does not train the head's logit_scale" in caplog.text
+    assert "our LM head does not train the head's logit_scale" in caplog.text
     before = packed.model.lm_head.logit_scale.detach().clone()
     packed.train()
     assert not torch.equal(packed.model.lm_head.logit_scale, before)
