@@ -62,7 +62,7 @@ class Linear(NamedTuple):
         """Yield the products of the forward, the gradient of the input and the gradient of the weight."""
         count = trained if self.is_head else round(tokens * self.share)
         # The LM head runs in chunks of positions, because all logits together would not fit.
-        rows = min(count, positions_per_chunk(dtype, self.outputs)) if self.is_head else count
+        rows = min(count, positions_per_chunk(dtype, self.outputs, on_cpu=True)) if self.is_head else count
         if not rows:
             return
         calls = -(-count // rows)

@@ -45,7 +45,10 @@ def load(path, nf4=False, dtype=torch.float32, float8=False):
         )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=dtype)
     if float8:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # optional, for this way only
+        from torchao.float8 import (  # type: ignore[import-not-found]  # optional, for this way only
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
 
         config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers" in name)

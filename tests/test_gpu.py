@@ -23,8 +23,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_packfa import check, describe
 from trl_packfa.attention import BACKENDS, get_backend
 from trl_packfa.bench.measuring import compiled_graphs
-from trl_packfa.kernels.lm_head.chunked import Transform
-from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
+from trl_packfa.kernels.lm_head.chunked import LogProbs, Transform
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
@@ -156,24 +155,25 @@ def test_fused_norms_rotation_and_swiglu_are_the_models_own(device, backend, arc
     assert_same(device, models)
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @DTYPES
 @places("auto", cpu=("auto",))
-def test_a_frozen_head_in_two_products_is_trl_s(device, backend, dtype):
+def test_a_head_frozen_or_trained_is_trl_s(device, backend, dtype, trains):
     require_device(device, backend, dtype)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 64, generator=generator).to(device, dtype) for n in (300, 2000))
     labels, upstream = torch.randint(2000, (300,), generator=generator).to(device), torch.full((300,), 1e-3)
     found = {}
     for name, kind in {"trl": dtype, "oracle": torch.float64, "ours": dtype}.items():
-        h = hidden.detach().to(kind).requires_grad_()
+        h, w = hidden.detach().to(kind).requires_grad_(), weight.detach().to(kind).requires_grad_(trains)
         if name == "ours":
-            log_probs = FrozenLogProbs.apply(h, weight, None, labels, Transform(), True)[0]
+            log_probs = LogProbs.apply(h, w, None, labels, Transform(), True)[0]
         elif name == "trl":
-            log_probs = ChunkedLogProbFunction.apply(h, weight, None, labels, 1.0, 512)[0]
+            log_probs = ChunkedLogProbFunction.apply(h, w, None, labels, 1.0, 512)[0]
         else:
-            log_probs = torch.log_softmax(h @ weight.double().t(), -1).gather(-1, labels[:, None])[:, 0]
-        (grad,) = torch.autograd.grad(log_probs, h, upstream.to(device, log_probs.dtype))
-        found[name] = (log_probs.detach(), grad * 1e3)
+            log_probs = torch.log_softmax(h @ w.t(), -1).gather(-1, labels[:, None])[:, 0]
+        grads = torch.autograd.grad(log_probs, (h, w)[: 1 + trains], upstream.to(device, log_probs.dtype))
+        found[name] = (log_probs.detach(), *(grad * 1e3 for grad in grads))
     for ours, trls, oracle in zip(*(found[name] for name in ("ours", "trl", "oracle")), strict=True):
         assert_low_precision(ours, trls, oracle, factor=FORWARD_FACTOR)
 
@@ -274,7 +274,7 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(device, backend, tmp_p
 @DTYPES
 @places("auto", cpu=("auto",))
 def test_the_lm_head_has_the_log_probabilities_of_the_logits(device, backend, dtype):
-    """TRL's, or what takes its place on this device; against float64 logits, the gradient of the hidden states too."""
+    """Against float64 logits, the gradient of the hidden states too."""
     require_device(device, "sdpa", dtype)
     model = tiny.model(layers=1, vocab_size=5000).to(device, dtype).requires_grad_(False)
     hidden = torch.randn(1, 700, model.config.hidden_size, device=device).to(dtype).requires_grad_()

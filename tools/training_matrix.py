@@ -26,10 +26,10 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import PackingError, first_line
+from trl_packfa.kernels.lm_head.chunked import Head
 from trl_packfa.patches.measured import TRAINING, results
 from trl_packfa.patching.inspect import inner_model
 from trl_packfa.trainers.base.model_loading import default_adapter
-from trl_packfa.trainers.sft.lm_head import OwnHead
 
 # What trains: all weights, or the adapter that the trainer adds by itself.
 WAYS: dict[str, dict[str, Any]] = {"full": {"use_peft": False}, "lora": {"lora_dropout": 0.0}}
@@ -75,7 +75,7 @@ def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
         except Exception as error:  # record it as a result, so that the other types go on
             return {"verdict": "raises", "why": first_line(error)[:160]}
         found = differences(logs, expected)
-        own = isinstance(trainer._head.module, OwnHead)
+        own = trainer._head.scores_own_logits
         beside = ()
         if not _same(found) and own:
             beside = (_LOGITS,)
@@ -138,7 +138,7 @@ def train(
     if _LOGITS in beside:
         outer: Any = trainer.model
         inner: Any = inner_model(outer)
-        inner.forward = OwnHead(inner, inner.forward)
+        inner.forward = Head(inner, inner.forward)
     torch.manual_seed(0)
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry], trainer

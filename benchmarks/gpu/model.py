@@ -49,8 +49,7 @@ from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import liger
-from trl_packfa.kernels.lm_head import frozen
-from trl_packfa.kernels.lm_head.frozen import FrozenHead
+from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lora import layers, projections
 from trl_packfa.layout import from_call
 from trl_packfa.patching.inspect import inner_model
@@ -87,6 +86,7 @@ class Setting:
     checkpointed: bool = False
     documents: tuple[int, ...] = (256,) * 32
     layers: int | None = None  # instead of the preset's
+    logs: bool = False  # the step is logged, so ours measures entropy and accuracy; TRL does so in every step
 
 
 SIDES = ("trl-bfd", "trl-bfd-liger", "bfd")
@@ -198,7 +198,8 @@ class Recorder(TorchDispatchMode):
         elif "dequantize" in name:
             kind = "dequantize"
         given = (args[1:] if name in _WRITES_ONLY else args, {k: v for k, v in kwargs.items() if k != "out"})
-        self.add(kind, flops, (given, result))
+        # Of the table only the elements at the index are read or written, as many as there are in the index.
+        self.add(kind, flops, (args[2:], args[2:]) if packet in _AT_INDEX else (given, result))
 
     def add(self, kind: str, flops: float, moved: Any) -> None:
         """Count one operator, which reads or writes each of these tensors once."""
@@ -237,6 +238,7 @@ _NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.detach,
     _aten._unsafe_view, _aten.lift_fresh, _aten.is_same_size, _aten._local_scalar_dense, _aten.alias,
 }  # fmt: skip
+_AT_INDEX = (_aten.gather, _aten.scatter)
 _WRITES_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::bernoulli_")
 
 
@@ -273,20 +275,16 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         on_any_device(patched, varlen.VarlenBackend)
         for module in (liger, projections):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
-        patched.setattr(layers, "_is_cpu", lambda device: False)
+        for module in (layers, chunked):
+            patched.setattr(module, "_is_cpu", lambda device: False)
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
-        # TRL's head and ours call its Triton kernels, or on a CPU their torch code, which is one operator here.
+        # TRL's head calls its Triton kernels, or on a CPU their torch code, which is one operator here.
         patched.setattr(trl_utils, "_use_triton", lambda device: True)
         fold = recorder.as_one(chunked_logprob._forward_tile, "fold", lambda a, r: a[0])
         slope = recorder.as_one(chunked_logprob._backward_tile, "slope", lambda a, r: (a[0], a[0]))
         product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], *a))
-        kernels = frozen.scoring_kernels()
-        assert kernels is not None
-        ours = kernels._replace(fold_in_torch=fold, slope_in_torch=slope, add_product=product)
-        patched.setattr(frozen, "scoring_kernels", lambda: ours)
-        patched.setattr(frozen, "can_be_frozen", lambda weight: True)
         for name, function in (("_forward_tile", fold), ("_backward_tile", slope), ("_addmm_fp32", product)):
             patched.setattr(chunked_logprob, name, function)
         patched.syspath_prepend(HERE / "stand_in")
@@ -365,7 +363,8 @@ def build(setting: Setting, fakes: FakeTensorMode) -> Any:
         _make_fake(model)
         if ours:
             inner: Any = inner_model(model)
-            inner.forward = FrozenHead(inner, inner.forward)
+            inner.forward = head = chunked.ChunkedHead(inner, inner.forward)
+            head.measures = setting.logs
             patch(model, backend="varlen")
     return model.train()
 

@@ -14,7 +14,7 @@ from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
 from trl_packfa.exactness.comparison import TOLERANCES
-from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
+from trl_packfa.kernels.lm_head.chunked import ChunkedHead, LogProbs
 from trl_packfa.layout.call_context import find_layout
 from trl_packfa.patching.apply import unpadding_of
 
@@ -122,9 +122,9 @@ class TooLargeBeyond40(torch.autograd.Function):
 @pytest.mark.parametrize("options", [{}, {"use_peft": False}, *in_full({"bf16": True})], ids=str)
 def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path, monkeypatch):
     """The proof's documents, and the few tokens by which a head is chosen, are right."""
-    own = TrainedHead._scores
+    own = ChunkedHead._scores
     wrong = lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)  # noqa: E731
-    monkeypatch.setattr(TrainedHead, "_scores", wrong)
+    monkeypatch.setattr(ChunkedHead, "_scores", wrong)
     adapter = {"peft_config": None} if options.get("use_peft") is False else {}
     trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
     with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
@@ -133,13 +133,13 @@ def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path
 
 
 def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path, monkeypatch):
-    backward = TrainedLogProbs.backward
+    backward = LogProbs.backward
 
     def halved(ctx, grad, *rest):
         hidden, weight, *others = backward(ctx, grad, *rest)
         return hidden, None if weight is None else weight / 2, *others
 
-    monkeypatch.setattr(TrainedLogProbs, "backward", staticmethod(halved))
+    monkeypatch.setattr(LogProbs, "backward", staticmethod(halved))
     trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=tiny.model(layers=2), peft_config=None)
     with pytest.raises(ContaminationError, match="the gradient of its weights"):
         trainer.train()
@@ -157,10 +157,10 @@ def test_a_head_that_casts_its_logits_up_is_held_to_the_dtype_of_its_products(dt
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_the_head_of_a_model_that_calls_its_decoder_past_its_backbone_is_compared(name, factor, tmp_path, monkeypatch):
     """The own forward of these calls `model.decoder`, the trained head `model`."""
-    own = TrainedHead._scores
+    own = ChunkedHead._scores
     scaled = lambda self, hidden, *rest: own(self, hidden * factor, *rest)  # noqa: E731
     trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=small_model(name), peft_config=None)
-    monkeypatch.setattr(TrainedHead, "_scores", scaled)  # after the head was chosen
+    monkeypatch.setattr(ChunkedHead, "_scores", scaled)  # after the head was chosen
     if factor == 1.0:
         report = trained(trainer).exactness
         assert report["head"].holds and report["head"].allowed > 0

@@ -3,12 +3,15 @@
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_trajectory, differs
 from torch.utils.flop_counter import FlopCounterMode
 from training import arguments, logs_of, lora_config, losses, packed_trainer
+from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs, Transform
+from trl_packfa.kernels.lm_head import chunked
+from trl_packfa.kernels.lm_head.chunked import ChunkedHead, Head, LogProbs, Transform, positions_per_chunk
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 
@@ -21,7 +24,7 @@ def batch(count=40, *, seed=0):
     return {"input_ids": ids, "labels": labels}
 
 
-def with_heads(architecture="llama", *, kind=TrainedHead, trains=True, **config):
+def with_heads(architecture="llama", *, kind=ChunkedHead, trains=True, **config):
     """The same model twice: with TRL's head, and with ours on top of it."""
     models = [tiny.model(architecture, layers=1, **config) for _ in range(2)]
     for model in models:
@@ -52,12 +55,14 @@ def model_without_labels(model):
     return model(input_ids=everything["input_ids"], labels=everything["input_ids"], fused_lm_head=True)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("trains", ["hidden", "head", "both"])
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
-def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
+def test_gradients_are_those_of_the_logits(trains, transform, on_cpu, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked._TILE", 0)
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked._FEWEST", 64)
+    values = {"_TILE": 0, "_TILE_ON_GPU": 0, "_FEWEST": 64, "_is_cpu": lambda device: on_cpu}
+    for name, value in values.items():
+        monkeypatch.setattr(chunked, name, value)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(trains in (which, "both"))
@@ -66,7 +71,7 @@ def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     labels = torch.randint(0, 40, (150,), generator=generator)
     upstream = torch.randn(150, generator=generator)
     leaves = [t for t in (hidden, weight, bias) if t.requires_grad]
-    log_probs, entropy, _ = TrainedLogProbs.apply(hidden, weight, bias, labels, transform, True)
+    log_probs, entropy, _ = LogProbs.apply(hidden, weight, bias, labels, transform, True)
     actual = torch.autograd.grad(log_probs, leaves, upstream)
     doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in (hidden, weight, bias)]
     logits = (doubles[0] @ doubles[1].t() + doubles[2]) * transform.scale
@@ -86,21 +91,60 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     hidden, weight = torch.ones(3, 8), torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).abs().neg()
     weight[[3, 7]] = 1.0
     labels = torch.tensor([3, 7, 9])
-    *_, is_top1 = TrainedLogProbs.apply(hidden, weight, None, labels, Transform(), True)
+    *_, is_top1 = LogProbs.apply(hidden, weight, None, labels, Transform(), True)
     assert is_top1.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist() == [True, False, False]
 
 
-def test_half_precision_is_no_worse_than_trls():
-    trl, ours = with_heads(hidden_size=64)
-    oracle = tiny.model(layers=1).double()
-    add_fused_lm_head(oracle)
-    results = []
-    for model in (ours.bfloat16(), trl.bfloat16(), oracle):
-        loss = model(**batch(), fused_lm_head=True).loss
-        (grad,) = torch.autograd.grad(loss, [model.model.norm.weight])
-        results.append((loss.detach().double(), grad.double()))
-    for i, factor in ((0, 2), (1, 3)):
-        assert_low_precision(results[0][i], results[1][i], results[2][i], factor=factor)
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, on_cpu, monkeypatch):
+    """Hidden states and head. A loss's gradient of one thousandth is no power of two; some tokens are likely."""
+    monkeypatch.setattr(chunked, "_is_cpu", lambda device: on_cpu)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator) for n in (150, 40))
+    labels = torch.randint(0, 40, (150,), generator=generator)
+    hidden[:20] = 2 * weight[labels[:20]]
+    found = []
+    for name, kind in {"ours": dtype, "trl": dtype, "oracle": torch.float64}.items():
+        kind = torch.float32 if autocast and kind is dtype else kind
+        given = (hidden.to(dtype).to(kind).requires_grad_(), weight.to(dtype).to(kind).requires_grad_(trains))
+        with torch.autocast("cpu", dtype, enabled=autocast and name != "oracle"):
+            if name == "ours":
+                log_probs = LogProbs.apply(*given, None, labels, Transform(), True)[0]
+            else:
+                log_probs = ChunkedLogProbFunction.apply(*given, None, labels, 1.0, 16)[0]
+        gradients = torch.autograd.grad(log_probs, given[: 1 + trains], torch.full_like(log_probs, 1e-3))
+        assert [g.dtype for g in gradients] == [kind] * len(gradients)
+        found.append([log_probs.detach(), *(g * 1e3 for g in gradients)])
+    for i, (ours, trls, oracle) in enumerate(zip(*found, strict=True)):
+        assert_low_precision(ours, trls, oracle, factor=3.0 if i else 2.0)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
+    """Entropy and top-1 of steps that are not logged, slopes of an evaluation."""
+    asked, slopes = [], chunked.Chunk.slopes
+    monkeypatch.setattr(chunked.Chunk, "slopes", lambda self: asked.append("slopes") or slopes(self))
+    hidden = torch.randn(20, 16, requires_grad=gradients)  # without, as a backbone without gradients leaves it
+    _, entropy, is_top1 = LogProbs.apply(hidden, torch.randn(40, 16), None, torch.zeros(20).long(), Transform(), False)
+    assert not entropy.any() and not is_top1.any()
+    assert ("slopes" in asked) == gradients
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "on_cpu", "positions"),
+    [
+        (torch.float32, 32_000, True, 512),
+        (torch.bfloat16, 32_000, True, 128),
+        (torch.bfloat16, 128_256, False, 1024),
+        (torch.float32, 262_144, False, 512),
+        (torch.bfloat16, 10**7, False, 128),
+    ],
+)
+def test_chunks_are_half_a_gigabyte_at_most_unless_words_are_very_many(dtype, words, on_cpu, positions):
+    assert positions_per_chunk(dtype, words, on_cpu=on_cpu) == positions
 
 
 def test_prompts_cost_nothing_and_a_frozen_head_is_multiplied_twice():
@@ -136,15 +180,49 @@ def test_other_calls_are_the_models_own():
                        trl.generate(batch()["input_ids"][:, :5], max_new_tokens=3))  # fmt: skip
 
 
-def test_a_head_that_is_wrong_is_not_taken(monkeypatch):
+def test_a_head_that_is_wrong_is_not_taken(monkeypatch, caplog):
     model, broken = (tiny.model("granite", layers=1) for _ in range(2))
     for each in (model, broken):
         add_fused_lm_head(each, outputs=("entropy", "is_top1"))
-    assert isinstance(ensure_own_loss(model, seed=0), TrainedHead)
-    by_trl = broken.forward
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.Transform.of", lambda config: Transform(3.0))
-    assert ensure_own_loss(broken, seed=0) is None
-    assert broken.forward == by_trl
+    assert isinstance(ensure_own_loss(model, seed=0), ChunkedHead)
+    monkeypatch.setattr(Transform, "of", lambda config: Transform(3.0))
+    assert type(ensure_own_loss(broken, seed=0)) is Head
+    assert "the model's own logits are used" in caplog.text
+    assert_scores(*(each(**batch(), fused_lm_head=True) for each in (broken, model)))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "why"),
+    [
+        ("is_floating_point", lambda self: False, "no plain weight"),
+        ("ds_shape", (tiny.VOCAB, 64), "split over processes"),
+    ],
+)
+def test_a_head_whose_weight_is_not_plain_is_the_models_own(attribute, value, why, caplog):
+    """When it is chosen, and if the weight is split only later, as under FSDP2."""
+    plain, chosen, later = (tiny.model(layers=1) for _ in range(3))
+    heads = [ensure_own_loss(model, seed=0) for model in (plain, later)]
+    weight = type("Weight", (torch.nn.Parameter,), {attribute: value})
+    for model in (chosen, later):
+        model.lm_head.weight = weight(model.lm_head.weight.data)
+    assert type(ensure_own_loss(chosen, seed=0)) is Head and why in caplog.text
+    assert [type(head) for head in heads] == [ChunkedHead] * 2 and [why in h.refusal() for h in heads] == [False, True]
+    expected, *found = (model(**batch(), fused_lm_head=True) for model in (plain, chosen, later))
+    for each in found:
+        assert_scores(each, expected)
+
+
+@pytest.mark.parametrize("kind", [Head, ChunkedHead])
+def test_routers_losses_are_the_models_own(kind):
+    """Asked for by argument; the loss of the labels stays."""
+    model = small_model("mixtral")
+    model.forward = kind(model)
+    given = {"fused_lm_head": True, **batch()}
+    plain, balanced = (model(**given, output_router_logits=asked) for asked in (False, True))
+    assert_scores(balanced, plain)
+    assert (
+        plain.aux_loss is None and balanced.aux_loss == model(batch()["input_ids"], output_router_logits=True).aux_loss
+    )
 
 
 @pytest.mark.parametrize("logging_steps", [1, 2])

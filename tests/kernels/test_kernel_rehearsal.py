@@ -1,13 +1,9 @@
-"""Liger's and TRL's Triton kernels, as they are called here, compiled for an H100 where there is none; nothing is
+"""Liger's Triton kernels, as they are called here, compiled for an H100 where there is none; nothing is
 launched. Skipped where Triton or liger-kernel is missing."""
 
 import pytest
 import torch
 from rehearsal import SHARED_MEMORY, compile_launches
-
-from trl_packfa.kernels.lm_head import frozen
-from trl_packfa.kernels.lm_head.chunked import Transform
-from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 
 pytestmark = pytest.mark.gpu_rehearsal
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,18 +78,6 @@ def test_swiglu(features, dtype, arch, liger, compiled, monkeypatch):
     _SwiGLU.apply(gate, up).sum().backward()
     end = "_tiled" if tiled else ""
     assert names(compiled) == {f"_swiglu_forward_kernel{end}", f"_swiglu_backward_kernel{end}"}
-
-
-@pytest.mark.parametrize("transform", [Transform(), Transform(0.25, 30.0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@ARCHES
-def test_the_frozen_head(transform, dtype, compiled, monkeypatch):
-    kernels = frozen.scoring_kernels()
-    monkeypatch.setattr(frozen, "scoring_kernels", lambda: kernels._replace(uses_triton=lambda device: True))
-    hidden, weight = torch.zeros(5, 64, dtype=dtype, requires_grad=True), torch.zeros(32_064, 64, dtype=dtype)
-    log_probs, *_ = FrozenLogProbs.apply(hidden, weight, None, torch.zeros(5, dtype=torch.long), transform, True)
-    log_probs.sum().backward()
-    assert names(compiled) == {"_forward_kernel", "_backward_kernel"}
 
 
 @ARCHES

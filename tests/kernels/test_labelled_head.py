@@ -6,12 +6,12 @@ import torch
 from padded import padded
 from test_head import assert_scores
 from tiny_models import small_model
-from tolerance import assert_float32, assert_gradients
+from tolerance import assert_float32, assert_gradients, differs
 from torch.utils.flop_counter import FlopCounterMode
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa import patch, unpatch
-from trl_packfa.kernels.lm_head.labelled import trl_options
+from trl_packfa.kernels.lm_head.chunked import ChunkedHead
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -82,10 +82,23 @@ def test_less_is_multiplied():
     assert trl - flops() >= saved
 
 
-def test_only_trls_head_is_replaced():
-    model = tiny.model()
-    assert trl_options(model) is None
-    add_fused_lm_head(model, temperature=0.5)
-    assert trl_options(model)["temperature"] == 0.5
-    patch(model)  # packing has a head of its own
-    assert trl_options(model)
+def test_our_head_selects_positions_by_itself():
+    """It runs on top of the padded batch without pads, or below; the control: other labels."""
+    model, twin = (tiny.model() for _ in range(2))
+    model.forward = ChunkedHead(model)
+    patch(model, unpad=True)
+    patch(twin, unpad=True)
+    twin.forward = ChunkedHead(twin)
+    actual, expected = (each(**batch(), fused_lm_head=True) for each in (model, twin))
+    assert_scores(actual, expected)
+    everything = batch()["labels"].masked_fill(batch()["labels"] == -100, 3)
+    assert differs(model(**{**batch(), "labels": everything}, fused_lm_head=True).log_probs, actual.log_probs)
+
+
+def test_a_call_without_the_head_is_the_models_own():
+    model = tiny.model().eval()
+    add_fused_lm_head(model)
+    expected = model(**batch())
+    found = patch(model, unpad=True)(**batch())
+    assert found.logits.shape == expected.logits.shape
+    assert_float32(found.loss.detach(), expected.loss.detach().double())

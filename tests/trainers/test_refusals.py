@@ -15,8 +15,8 @@ from transformers import DataCollatorWithFlattening, default_data_collator
 from trl import SFTConfig
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
+from trl_packfa.kernels.lm_head.chunked import Head
 from trl_packfa.layout.call_context import find_layout
-from trl_packfa.trainers.sft.lm_head import OwnHead
 
 
 def test_experts_chosen_by_the_load_of_a_batch_are_never_trained(tmp_path):
@@ -147,14 +147,14 @@ FULL = {"max_steps": 3, "use_peft": False, "learning_rate": 1e-4}
 
 @pytest.mark.parametrize("model_type", ["modernbert-decoder", "llama4_text"])
 def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
-    """ModernBERT's decoder transforms its output before the LM head, which TRL's fused head does not know; Llama-4's
-    backbone is not where it looks. The losses are those of the model's own logits, packed and padded."""
+    """ModernBERT's decoder transforms its output before the LM head's product; Llama-4's backbone is not where our
+    head looks. The losses are those of the model's own logits, packed and padded."""
     options = {"out": tmp_path, **FULL}
     packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
     assert "the model's own logits are used" in caplog.text
     packed.train()
     plain = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
-    plain.model.forward = OwnHead(plain.model, partial(type(plain.model).forward, plain.model))
+    plain.model.forward = Head(plain.model, partial(type(plain.model).forward, plain.model))
     plain.train()
     assert_trajectory(losses(packed), losses(plain))
     metrics = [[entry["mean_token_accuracy"] for entry in logs_of(trainer)] for trainer in (packed, plain)]
@@ -164,7 +164,7 @@ def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
 def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, caplog):
     """Dory multiplies each logit with a learned scale, at first 1, where TRL's fused head gives the same loss."""
     packed = packed_trainer(arguments(out=tmp_path, **FULL), model=small_model("dory"), peft_config=None)
-    assert "it does not train the head's logit_scale" in caplog.text
+    assert "our LM head does not train the head's logit_scale" in caplog.text
     before = packed.model.lm_head.logit_scale.detach().clone()
     packed.train()
     assert not torch.equal(packed.model.lm_head.logit_scale, before)
@@ -180,7 +180,7 @@ def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
     fused, own = (
         packed_trainer(arguments(out=tmp_path, **FULL), model=tiny.model(), peft_config=None) for _ in range(2)
     )
-    own.model.forward = OwnHead(own.model, partial(type(own.model).forward, own.model))
+    own.model.forward = Head(own.model, partial(type(own.model).forward, own.model))
     fused.train(), own.train()
     assert_trajectory(losses(own), losses(fused))
     for name in ("entropy", "mean_token_accuracy"):

@@ -40,6 +40,8 @@ class PackedCall:
     router_logits: list[torch.Tensor] | None = None
     # Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
     notes_masks: bool = False
+    # Mask `(B, L)` of the positions whose hidden states TRL's LM head needs (`kernels/lm_head/labelled.py`).
+    labelled: torch.Tensor | None = None
     # The padded rows of a call that runs without its pads, for cross-attention (`patching/cross_attention.py`).
     rows: PaddedRows | None = None
     # Results that one layer derives from the tokens, kept for the other layers of the same call.

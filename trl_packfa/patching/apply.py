@@ -20,7 +20,7 @@ from ..compile import CompiledLayer
 from ..errors import NoBackend
 from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
-from ..kernels.lm_head.labelled import LabelledHead, trl_options
+from ..kernels.lm_head.labelled import LabelledHead
 from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
 from ..kernels.rotary import PlainRotation
 from ..override import Override
@@ -222,11 +222,10 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
     overrides: list[Override] = [
         (RebatchOverride if isinstance(patch, RebatchPatch) else BackboneOverride)(backbone, state)
     ]
-    head = None
-    options = trl_options(inner) if unpadding is not None else None
-    # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
-    if options is not None:
-        overrides.append(head := LabelledHead(inner, options))
+    # TRL's fused head would score every position of the padded batch, pads too.
+    head = None if unpadding is None or inner is backbone else LabelledHead(inner)
+    if head is not None:
+        overrides.append(head)
     # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = isinstance(patch, (AttentionPatch, InterfacePatch)) and not patch.run_by_document

@@ -18,6 +18,7 @@ from ..attention import AttentionArguments, BackendChoice
 from ..autocast import autocast_dtype
 from ..compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..errors import PackingError
+from ..kernels.lm_head.labelled import keep_labelled
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
 from ..layout.call_context import (
@@ -106,6 +107,14 @@ class BackboneOverride(_PackedForward):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
+        call = current_call()
+        if call.labelled is None:
+            return self._run(args, kwargs)
+        with in_call(replace(call, labelled=None)):  # this call's, not that of backbones below
+            return keep_labelled(self._run(args, kwargs), call.labelled)
+
+    @around_graphs
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.named(args, kwargs)  # layouts are looked for by name
         masks = handed_masks(call.get("attention_mask"))
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}

@@ -1,74 +1,67 @@
-"""TRL's fused LM head for labelled positions only, on devices without a Triton kernel.
+"""TRL's fused LM head for labelled positions only, in padded batches that run without their pads.
 
-On these devices TRL's head also multiplies padding and prompts with the vocabulary, and drops the result. This head
-passes only the labelled positions to TRL's function. Log-probabilities, entropy, mean logits, loss and their gradients
-are those of TRL.
+On devices without a Triton kernel TRL's head also multiplies padding and prompts with the vocabulary, and drops the
+result. Here the backbone gives it the hidden states of the labelled positions only. What it computes from them stays
+TRL's.
 
-Shape letters: P labelled positions, D model dim.
+Shape letters: B rows, L row length, P labelled positions, D model dim.
 """
 
 from __future__ import annotations
 
-import inspect
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
-from torch import nn
 
-from .chunked import ScoringHead
-
-# Attribute in which accelerate keeps a forward that it has wrapped in autocast.
-_INSIDE_AUTOCAST = "_original_forward"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Options of TRL's head, from its arguments and from the config.
-_OPTIONS = ("temperature", "cast_lm_head_to_fp32", "outputs", "final_logit_softcapping", "logit_scale",
-            "backbone_attr")  # fmt: skip
-# Number of vocabulary entries that TRL's function computes at a time; TRL uses the same number.
-_CHUNK = 32768
+from ...compile import around_graphs, outside_of_graphs
+from ...layout.call_context import current_call, in_call
+from ...override import Override, forward_signature
+from .chunked import Head
 
 
-def trl_options(module: nn.Module) -> dict[str, Any] | None:
-    """Return the options of TRL's fused head (`add_fused_lm_head`), `None` if a model has no such head.
+class LabelledHead(Override):
+    """A forward of a causal LM that gives the replaced forward labelled positions only if `fused_lm_head=True`.
 
-    accelerate may have wrapped the head's forward in autocast.
+    TRL asks with this argument for the head that it has put on the model. A [`Head`] selects positions by itself.
     """
-    forward = vars(module).get(_INSIDE_AUTOCAST, vars(module).get("forward"))
-    function: Any = getattr(forward, "__func__", None)
-    if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
-        return None
-    found = inspect.getclosurevars(function).nonlocals
-    return {name: found[name] for name in _OPTIONS} if all(name in found for name in _OPTIONS) else None
 
-
-class LabelledHead(ScoringHead):
-    """A [`ScoringHead`] with the scores of TRL's head, which has these [`trl_options`] and runs if there is Triton."""
-
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
-        self.options, self.backbone = options, options["backbone_attr"]
+        self.__signature__ = forward_signature(module)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Return accelerate's autocast if accelerate wrapped the replaced forward in it, else an empty context."""
-        if _INSIDE_AUTOCAST not in vars(self.module):
-            return nullcontext()
-        device, dtype = next(self.module.parameters()).device.type, _DTYPES.get(AcceleratorState().mixed_precision)
-        return nullcontext() if dtype is None else torch.autocast(device, dtype)
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the replaced forward, and put its scores back to their places `(B, L)`."""
+        if not kwargs.get("fused_lm_head") or isinstance(self.original, Head):
+            return self.call_original(*args, **kwargs)
+        given = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        mask, labels_1P = _labelled(*given)
+        with in_call(replace(current_call(), labelled=mask)):
+            output = self.call_original(*args, shift_labels=labels_1P, **kwargs)
+        return _put_back(output, mask)
 
-    def _scores(
-        self, hidden_PD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels_P: torch.Tensor
-    ) -> Any:
-        # Imported here, because models can be patched without TRL. Callers of this method have TRL's head.
-        from trl.kernels import ChunkedLogProbFunction
 
-        autocast = nullcontext()
-        if self.options["cast_lm_head_to_fp32"]:
-            hidden_PD, autocast = hidden_PD.float(), torch.autocast(hidden_PD.device.type, enabled=False)
-        options = [self.options[name] for name in ("final_logit_softcapping", "logit_scale", "outputs")]
-        with autocast:
-            return ChunkedLogProbFunction.apply(
-                hidden_PD, weight, bias, labels_P, self.options["temperature"], _CHUNK, *options
-            )
+@outside_of_graphs
+def keep_labelled(outputs: Any, mask: torch.Tensor) -> Any:
+    """Return a backbone's outputs with the hidden states of the positions in `mask` only, `(1, P, D)`."""
+    # Labels that were shifted are one fewer than positions.
+    states_BLD = outputs.last_hidden_state[:, : mask.shape[1]]
+    return type(outputs)(**{**outputs, "last_hidden_state": states_BLD[mask.to(states_BLD.device)][None]})
+
+
+@outside_of_graphs
+def _labelled(labels: Any, shift_labels: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mask `(B, L)` of the positions with labels, and these labels `(1, P)`."""
+    labels_BL = labels[:, 1:] if shift_labels is None else shift_labels
+    mask = labels_BL != -100
+    return mask, labels_BL[mask][None]
+
+
+@outside_of_graphs
+def _put_back(output: Any, mask: torch.Tensor) -> Any:
+    own = output.label_mask.shape
+    for name, scores in list(output.items()):
+        if isinstance(scores, torch.Tensor) and scores.shape == own:
+            output[name] = scores.new_zeros(mask.shape).masked_scatter(mask.to(scores.device), scores)
+    return output

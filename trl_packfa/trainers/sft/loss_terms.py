@@ -217,7 +217,7 @@ class PaddedTerms:
     def find_routers(self, *, has_own_head: bool) -> bool:
         """Tell whether the model can compute the routers' auxiliary loss, by a trial on a few tokens.
 
-        It cannot if no layer returns router logits, whatever the config says, or if TRL's head does not serve the
+        It cannot if no layer returns router logits, whatever the config says, or if our head does not serve the
         model and the model computes no auxiliary loss itself (Llama-4).
         """
         weight = self.model.get_input_embeddings().weight

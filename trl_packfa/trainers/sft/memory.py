@@ -22,14 +22,12 @@ from ...data.flops import attention_heads, experts_of_token, quadratic_weight
 from ...data.step_cutting import how_to_cut
 from ...errors import figure
 from ...kernels.liger import liger_kernels
-from ...kernels.lm_head.frozen import positions_per_tile
+from ...kernels.lm_head.chunked import positions_per_chunk
 from ...patching.inspect import inner_model
 from ...patching.router_loss import balances_experts
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15
-# Tokens and vocabulary entries of a tile in which TRL's fused LM head computes the logits.
-_TILE_TOKENS, _TILE_WORDS = 4096, 32768
 # Optimizer state per trained parameter: count of numbers, and bytes of each (None: the bytes of the parameter).
 _STATES: dict[str, tuple[float, int | None]] = {
     "adamw_torch_4bit": (2, 1),
@@ -47,7 +45,7 @@ FORMULA = (
     "head); gradients and optimizer: per trained parameter; activations: with gradient checkpointing tokens x "
     "layers x width and one layer in full, without it every layer in full, a layer being 8 W + b (4 W + 2 Q + 2 K "
     "+ 4 F) bytes a token (W width, Q query, K key/value, F feed-forward width, b bytes of an activation; 2 F where "
-    "LoRA is fused); LM head: gradient of the hidden states, in fp32 if the head trains, and one tile of logits"
+    "LoRA is fused); LM head: gradient of the hidden states, a chunk of logits, its own gradient in fp32 if it trains"
 )
 
 
@@ -127,13 +125,15 @@ def fuses_mlps(args: PackedSFTConfig) -> bool:
 
 
 def _logits(shape: ModelShape, tokens: int, activation: int, *, trains: bool) -> float:
-    if trains:
-        tile = min(tokens, _TILE_TOKENS) * min(shape.head, _TILE_WORDS)
-        return tokens * shape.hidden * 4 + tile * activation + shape.head * shape.hidden * 4
-    # A tile has the whole vocabulary. Weights of another dtype are cast as a whole.
-    tile = min(tokens, positions_per_tile(shape.head)) * shape.head
+    dtype = torch.bfloat16 if activation == 2 else torch.float32
+    # A chunk has the whole vocabulary, of half precision also a float32 copy, and in logged steps the probabilities.
+    chunk = (
+        min(tokens, positions_per_chunk(dtype, shape.head, on_cpu=False)) * shape.head * (10 if activation == 2 else 8)
+    )
+    # Weights of another dtype are cast as a whole.
     cast = shape.head * shape.hidden * activation if activation != shape.dtype_bytes else 0
-    return tokens * shape.hidden * activation + tile * activation + cast
+    gradient = shape.head * shape.hidden * 4 if trains else 0
+    return tokens * shape.hidden * activation + chunk + cast + gradient
 
 
 def _activations(

@@ -69,7 +69,7 @@ from ..saving.resuming import identity
 from .construction import settle_arguments
 from .exactness_gate import ExactnessGate
 from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
-from .lm_head import LossHead, OwnHead, drop_unmeasured
+from .lm_head import LossHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
@@ -191,7 +191,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             compile_by_layer(model, args, self.accelerator)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
-            self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
+            self.aux_loss_enabled = self._terms.find_routers(has_own_head=self._head.scores_own_logits)
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
         require(PATCHED, self._as_built)
         cut = self._choose_cut()
