@@ -63,7 +63,7 @@ def patch(
         model (`torch.nn.Module`):
             A transformers causal LM, bare or wrapped.
         backend (`str`, *optional*, defaults to `"auto"`):
-            Attention backend: `"auto"` or one of `trl-packfa backends`.
+            Attention backend: `"auto"` or one of `trl-packfa env`.
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute LoRA layers together with their base layers in packed calls. The result is PEFT's within rounding.
             Layers that cannot be fused run PEFT's own forward; [`describe`] says why.

@@ -47,7 +47,7 @@ FIELDS = {
 }
 # Fields of TRL's with another default.
 DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None, "learning_rate": None}
-COMMANDS = "train plan prepare demo check bench merge models backends recipes env completion".split()
+COMMANDS = "train plan prepare demo check bench merge models recipes env completion".split()
 
 
 def signature(function):

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     check.add_argument("--unpad", action="store_true", help="also check padded batches that run without pad tokens")
     check.add_argument(
-        "--share-prefixes",
+        "--share_prefixes",
         action="store_true",
         help="with --unpad: also check rows with a common prefix, which is computed once",
     )

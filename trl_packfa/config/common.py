@@ -60,7 +60,7 @@ class CommonConfig(_Base):
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`. A named backend is used, or "
+            "help": "Attention backend: `'auto'`, or a name from `trl-packfa env`. A named backend is used, or "
             "an error says why it cannot be."
         },
     )

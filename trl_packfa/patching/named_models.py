@@ -114,7 +114,7 @@ CHOSEN = SimpleNamespace(backends=BackendChoice("auto"))
 def use_backend(name: str) -> None:
     """Choose the attention backend of all models that run by name; raise [`NoBackend`] if there is none of this name.
 
-    The names are `"auto"`, the default, and those of `trl-packfa backends`.
+    The names are `"auto"`, the default, and those of `trl-packfa env`.
     """
     CHOSEN.backends = BackendChoice(name)
 
