@@ -60,7 +60,20 @@ def test_env_says_what_a_bug_report_needs(capsys):
     main(["env", "--json"])
     facts = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
     assert facts["torch"].startswith(torch.__version__.split("+")[0])
-    assert {"python", "platform", "cpu", "gpu", "cuda", "trl-packfa", "trl", "peft", "bitsandbytes"} <= facts.keys()
+    assert {
+        "python",
+        "platform",
+        "processor",
+        "cpus",
+        "threads",
+        "gpus",
+        "cuda",
+        "commit",
+        "trl-packfa",
+        "trl",
+        "peft",
+        "bitsandbytes",
+    } <= facts.keys()
     assert facts["backend sdpa"].startswith("yes (") and not facts["backend varlen"].startswith("yes")
     assert "head_dim=128" in facts["attention asked for"]
     assert "transformers " in facts["model types measured with"] and "peft " in facts["adapters measured with"]
@@ -229,7 +242,8 @@ def test_train_help_knows_our_arguments(capsys):
 @pytest.mark.slow
 def test_demo_runs_its_whole_story(tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
-    from trl_packfa.demo import DemoOptions, run_demo
+    from trl_packfa.demo import DemoOptions
+    from trl_packfa.demo.run import run_demo
 
     figures = run_demo(DemoOptions(output_dir=tmp_path, base_steps=12, steps=6, batch_size=8, max_length=256))
     text = capsys.readouterr().out

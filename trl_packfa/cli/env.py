@@ -10,8 +10,6 @@ from .output import add_json, described, print_rows
 if TYPE_CHECKING:
     from ..attention import AttentionBackend, AttentionRequest
 
-_PACKAGES = ("bitsandbytes", "flash-attn", "liger-kernel", "kernels", "triton", "mamba-ssm", "causal-conv1d",
-             "flash-linear-attention", "deepspeed", "tokenizers", "numpy")  # fmt: skip
 _ASKED = ("head_dim", "value_dim", "sliding_window", "softcap", "sinks")
 
 
@@ -32,28 +30,17 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print machine, package versions and attention backends, one row for each fact."""
-    import os
-    import platform
-
-    import torch
-
     from ..adapters import table
     from ..attention import BACKENDS
+    from ..bench.environment import environment
     from ..patches.measured import measured_with
-    from ..versions import MINIMUM_VERSIONS, TESTED, installed_version
+    from ..versions import TESTED
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
     ranges = [f"{package} {tested.oldest} to {tested.newest}" for package, tested in TESTED.items()]
-    request = _request(args)
+    machine, request = environment(), _request(args)
     facts = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "torch threads": str(torch.get_num_threads()),
-        "gpu": ", ".join(gpus) or "none",
-        "cuda": torch.version.cuda or "not in this torch",
-        **{package: installed_version(package) or "not installed" for package in packages},
+        **{name: _told(value) for name, value in machine.items() if not isinstance(value, dict)},
+        **{name: version or "not installed" for name, version in machine["versions"].items()},
         "tested versions": ", ".join(ranges),
         "model types measured with": described(measured_with()),
         "adapters measured with": described(table.measured_with()),
@@ -61,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
         **{f"backend {backend.name}": _here(backend, request) for backend in BACKENDS},
     }
     return print_rows([{"what": name, "value": value} for name, value in facts.items()], as_json=args.json)
+
+
+def _told(value: object) -> str:
+    return (", ".join(value) if isinstance(value, list) else "" if value is None else str(value)) or "none"
 
 
 def _request(args: argparse.Namespace) -> AttentionRequest:
