@@ -131,7 +131,7 @@ def test_fused_lora_is_peft_s(device, backend, nf4):
     """Logits and the gradient of every adapter, float32."""
     models = []
     for fused in (True, False):
-        models.append(patched_model("llama", device, FP32, backend, lora=True, nf4=nf4, fused=fused, layers=2))
+        models.append(patched_model("llama", device, FP32, backend, lora=True, nf4=nf4, kernels=fused, layers=2))
         assert battery.was_fused(models[-1]) == fused
     assert_same(device, models)
 

@@ -11,20 +11,20 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasured_adapters, unread_quantizers
-from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
+from .config.options import PatchOptions
+from .errors import TRAIN_PADDED, ContaminationError, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .patches.base import GroupsPatch, InterfacePatch, Patch, RebatchPatch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching import inspect
 from .patching.apply import (
-    PatchOptions,
     PatchState,
     all_or_none,
     apply_patch,
@@ -43,11 +43,10 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(
     model: Model,
     *,
-    backend: str = "auto",
-    fused_lora: bool = True,
-    fused_kernels: bool = True,
-    unpad: bool = False,
-    share_prefixes: bool = False,
+    backend: str = PatchOptions.backend,
+    fused_kernels: bool = PatchOptions.fused_kernels,
+    unpad: bool = PatchOptions.unpad,
+    share_prefixes: bool = PatchOptions.share_prefixes,
 ) -> Model:
     """Make this model instance keep the documents of a packed row separate, on any device. Return the same model.
 
@@ -63,14 +62,12 @@ def patch(
         model (`torch.nn.Module`):
             A transformers causal LM, bare or wrapped.
         backend (`str`, *optional*, defaults to `"auto"`):
-            Attention backend: `"auto"` or one of `trl-packfa backends`.
-        fused_lora (`bool`, *optional*, defaults to `True`):
-            Compute LoRA layers together with their base layers in packed calls. The result is PEFT's within rounding.
-            Layers that cannot be fused run PEFT's own forward; [`describe`] says why.
+            Attention backend: `"auto"` or one of `trl-packfa env`.
         fused_kernels (`bool`, *optional*, defaults to `True`):
-            Compute RMSNorms, rotary embeddings and SwiGLU in fewer passes over memory in packed calls: on CUDA with
-            liger-kernel if it is installed, on a CPU in chunks. `False` runs the model's own code; [`describe`] says
-            what runs.
+            In packed calls, compute RMSNorms, rotary embeddings and SwiGLU in fewer passes over memory: on CUDA with
+            liger-kernel if it is installed, on a CPU in chunks. Compute LoRA layers together with their base layers;
+            the result is PEFT's within rounding. `False` runs the model's and PEFT's own code; [`describe`] says what
+            runs, and which LoRA layers cannot be fused.
         unpad (`bool`, *optional*, defaults to `False`):
             Compute padded batches, padded on the left or on the right, as one row of their real tokens. Callers see
             the shapes of the padded batch, with zeros at padding. Positions count from each row's first real token.
@@ -92,13 +89,8 @@ def patch(
         [`NoBackend`]: if the named backend does not exist.
     """
     tell_of_newer_versions()
-    options = PatchOptions(backend, fused_lora, fused_kernels, unpad, share_prefixes)
     # These checks come before any change, so that a refused model stays as it was.
-    if share_prefixes and not unpad:
-        raise InvalidConfig(
-            "share_prefixes=True needs unpad=True: shared prefixes are found while padding is removed.",
-            do="Pass unpad=True as well.",
-        )
+    options = PatchOptions(backend, fused_kernels, unpad, share_prefixes)
     target = inspect.runnable(model)
     name = inspect.model_type(target)
     refuse_adapters(target)
@@ -281,26 +273,11 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(
-    model: Model,
-    *,
-    backend: str = "auto",
-    fused_lora: bool = True,
-    fused_kernels: bool = True,
-    unpad: bool = False,
-    share_prefixes: bool = False,
-) -> Iterator[Model]:
-    """Apply [`patch`] for a `with` block. Afterwards a model that was patched before is patched as it was."""
+def patched(model: Model, **options: Any) -> Iterator[Model]:
+    """Apply [`patch`] with these options for a `with` block. Afterwards the model is patched as it was before."""
     before = find_state(model)
     try:
-        yield patch(
-            model,
-            backend=backend,
-            fused_lora=fused_lora,
-            fused_kernels=fused_kernels,
-            unpad=unpad,
-            share_prefixes=share_prefixes,
-        )
+        yield patch(model, **options)
     finally:
         if before is None:
             unpatch(model)

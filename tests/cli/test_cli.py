@@ -49,7 +49,7 @@ def test_help_imports_nothing_heavy(argv):
 
 
 def test_commands_for_programs_print_json(capsys):
-    for command in ("models", "backends", "env", "recipes"):
+    for command in ("models", "env", "recipes"):
         assert main([command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
         assert main([command]) == 0
@@ -58,10 +58,24 @@ def test_commands_for_programs_print_json(capsys):
 
 def test_env_says_what_a_bug_report_needs(capsys):
     main(["env", "--json"])
-    facts = {row["what"]: row["version"] for row in json.loads(capsys.readouterr().out)}
+    facts = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
     assert facts["torch"].startswith(torch.__version__.split("+")[0])
-    assert {"python", "platform", "cpu", "gpu", "cuda", "trl-packfa", "trl", "peft", "bitsandbytes"} <= facts.keys()
-    assert "sdpa" in facts["attention backends"]
+    assert {
+        "python",
+        "platform",
+        "processor",
+        "cpus",
+        "threads",
+        "gpus",
+        "cuda",
+        "commit",
+        "trl-packfa",
+        "trl",
+        "peft",
+        "bitsandbytes",
+    } <= facts.keys()
+    assert facts["backend sdpa"].startswith("yes (") and not facts["backend varlen"].startswith("yes")
+    assert "head_dim=128" in facts["attention asked for"]
     assert "transformers " in facts["model types measured with"] and "peft " in facts["adapters measured with"]
 
 
@@ -115,7 +129,7 @@ def test_completion_knows_every_command_and_the_flags_of_train(shell, capsys):
     pytest.importorskip("shtab")
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in ("recipes", "merge", "packing_strategy", "adapter", "push-to-hub"):
+    for word in ("recipes", "merge", "packing_strategy", "adapter", "push_to_hub"):
         assert word in script
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -228,7 +242,8 @@ def test_train_help_knows_our_arguments(capsys):
 @pytest.mark.slow
 def test_demo_runs_its_whole_story(tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
-    from trl_packfa.demo import DemoOptions, run_demo
+    from trl_packfa.demo import DemoOptions
+    from trl_packfa.demo.run import run_demo
 
     figures = run_demo(DemoOptions(output_dir=tmp_path, base_steps=12, steps=6, batch_size=8, max_length=256))
     text = capsys.readouterr().out
@@ -243,7 +258,7 @@ def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
     pytest.importorskip("bitsandbytes")
     model = tiny.save(tmp_path / "base", tiny.model(layers=2, intermediate_size=128, attention_bias=False))
     out = str(tmp_path / "out")
-    assert main(["demo", "--model", model, "--dataset", data_file, "--output-dir", out, "--steps", "2"]) == 0
+    assert main(["demo", "--model", model, "--dataset", data_file, "--output_dir", out, "--steps", "2"]) == 0
     assert "adapter_model.safetensors" in os.listdir(os.path.join(out, "adapter"))
 
 
@@ -288,12 +303,12 @@ def test_a_reader_that_has_had_enough_is_no_error():
 
 def test_backends_are_asked_about_the_model_that_is_described(capsys):
     """What serves a Llama need not serve a model with a softcap and wide heads."""
-    words = "backends --json --softcap 50 --head_dim 512 --value_dim 128 --sliding_window 9 --sinks --dtype float64"
+    words = "env --json --softcap 50 --head_dim 512 --value_dim 128 --sliding_window 9 --sinks --dtype float64"
     assert main(words.split()) == 0
-    here = {row["backend"]: row["here"] for row in json.loads(capsys.readouterr().out)}
-    assert here["sdpa"] == "yes"
+    here = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+    assert here["backend sdpa"].startswith("yes (")
     for reason in ("varlen_attn has no softcap", "up to 256, got 512", "no attention sinks", "got float64"):
-        assert reason in here["varlen"]
+        assert reason in here["backend varlen"]
 
 
 @pytest.mark.parametrize("head", ["Embeddings", "SequenceClassification"])

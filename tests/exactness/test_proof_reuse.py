@@ -43,7 +43,7 @@ def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
 @pytest.mark.parametrize("change", [
     {"bf16": True},
     {"attention_backend": "reference"},
-    *in_full({"gradient_checkpointing": True}, {"fused_lora": False}),
+    *in_full({"gradient_checkpointing": True}, {"fused_kernels": False}),
 ])  # fmt: skip
 def test_what_has_changed_is_proven(tmp_path, checks, change):
     """The control: one thing at a time."""

@@ -57,12 +57,12 @@ def gradients(model, run, docs):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
-@pytest.mark.parametrize("fused_lora", [True, False])
-def test_logits_and_gradients_are_those_of_each_document_alone(architecture, fused_lora):
+@pytest.mark.parametrize("fused", [True, False])
+def test_logits_and_gradients_are_those_of_each_document_alone(architecture, fused):
     base = small_model(architecture) if architecture == "gpt2" else tiny.model(architecture, layers=2)
     model, docs = adapted(base).train(), documents()
     expected, expected_gradients = alone(model, docs), gradients(model, alone, docs)
-    patch(model, fused_lora=fused_lora)
+    patch(model, fused_kernels=fused)
     assert_float32(packed(model, docs), expected.double())
     for name, gradient in gradients(model, packed, docs).items():
         assert_float32(gradient, expected_gradients[name].double())
@@ -176,9 +176,9 @@ def test_adapters_are_switched_under_the_patch():
     assert all(differs(a, b) for a, b in itertools.combinations(expected.values(), 2))
 
 
-@pytest.mark.parametrize("fused_lora", [True, False])
-def test_one_added_after_patching_is_an_error_until_patched_again(fused_lora):
-    model, docs = patch(adapted(alora_invocation_tokens=None), fused_lora=fused_lora), documents()
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_added_after_patching_is_an_error_until_patched_again(fused):
+    model, docs = patch(adapted(alora_invocation_tokens=None), fused_kernels=fused), documents()
     packed(model, docs)
     model.add_adapter("late", config())
     model.set_adapter("late")

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import tiny
@@ -15,6 +16,7 @@ from training import arguments, packed_trainer
 
 from trl_packfa import describe, patch, unpatch
 from trl_packfa.kernels.lora.layers import Layers, chunk_size
+from trl_packfa.patching import apply
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -26,9 +28,19 @@ def adapted(architecture="llama", *, base=None, seed=0, **lora):
     return model.train()
 
 
+def patch_beside_peft(model):
+    """Patch a model and leave its LoRA layers to PEFT. Other kernels stay ours, so that bits can be compared."""
+    own = apply.lora_overrides
+    with mock.patch.object(
+        apply, "lora_overrides", lambda backbone, *, fused, **given: own(backbone, fused=False, **given)
+    ):
+        return patch(unpatch(model))
+
+
 def run(model, *, fused, context=nullcontext):
     """Logits of the packed documents, and the gradients of the adapters."""
-    return tiny.logits_and_gradients(patch(unpatch(model), fused_lora=fused), context=context)
+    patched = patch(unpatch(model)) if fused else patch_beside_peft(model)
+    return tiny.logits_and_gradients(patched, context=context)
 
 
 def oracle(model):
@@ -172,7 +184,7 @@ def packed(model):
 
 def test_adapters_switched_under_the_patch():
     model = patch(adapted().eval())
-    plain = patch(copy.deepcopy(unpatch(model)), fused_lora=False)
+    plain = patch_beside_peft(copy.deepcopy(unpatch(model)))
     patch(model)
     for each in (model, plain):
         torch.manual_seed(1)
@@ -224,12 +236,12 @@ def test_adapters_that_come_after_the_patch_are_fused_by_the_next_patch():
     base = patch(tiny.model(layers=2))
     model = patch(adapted(base=base))
     assert "LoRA: fused" in describe(model)
-    assert "LoRA: PEFT's own forward (fused_lora=False)" in describe(patch(model, fused_lora=False))
+    assert "LoRA: PEFT's own forward (fused_kernels=False)" in describe(patch(model, fused_kernels=False))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_trainer_hands_on_the_switch(tmp_path, fused):
-    trainer = packed_trainer(arguments(out=tmp_path, fused_lora=fused))
+    trainer = packed_trainer(arguments(out=tmp_path, fused_kernels=fused))
     assert ("x LoRA: fused" in describe(trainer.model)) is fused
 
 
@@ -242,6 +254,6 @@ def test_compiled_models_run():
 def test_fewer_activations_are_kept():
     model, kept = adapted(), []
     for fused in (True, False):
-        patch(unpatch(model), fused_lora=fused)
+        patch(unpatch(model), fused_kernels=fused)
         kept.append(kept_bytes(model, partial(model, **tiny.batch(tiny.documents()))))
     assert kept[0] < 0.8 * kept[1]

@@ -36,11 +36,11 @@ def test_the_kernel_would_refuse_what_autocast_leaves(backend, monkeypatch):
         get_backend(backend)(query, query, query, call)
 
 
-@pytest.mark.parametrize("fused_lora", [True, False])
-def test_a_default_run_trains_through_it(fused_lora, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_default_run_trains_through_it(fused, tmp_path, monkeypatch):
     """TRL's dtypes; the run's own check comes first."""
     dtypes = pretend(monkeypatch, "varlen")
-    trainer = trained(packed_trainer(arguments(out=tmp_path, bf16=True, fused_lora=fused_lora)))
+    trainer = trained(packed_trainer(arguments(out=tmp_path, bf16=True, fused_kernels=fused)))
     assert set(dtypes) == {torch.bfloat16}
     assert trainer.exactness.backend == "varlen"
     assert set(find_state(trainer.model).backends.resolved.values()) == {"varlen"}

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from operations import kept_bytes
-from test_fused_lora import adapted, assert_same, run
+from test_fused_lora import adapted, assert_same, patch_beside_peft, run
 from tolerance import assert_float32, assert_gradients, assert_no_worse, differs
 from torch import nn
 
@@ -120,7 +120,7 @@ def test_a_forward_without_gradients_draws_pefts_masks(by_autocast):
     context = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if by_autocast else nullcontext
 
     def logits(fused):
-        model = patch(adapted(lora_dropout=RATE), fused_lora=fused)
+        model = (patch if fused else patch_beside_peft)(adapted(lora_dropout=RATE))
         with torch.no_grad(), seeded(context)():
             return model(**tiny.batch(tiny.documents())).logits, torch.get_rng_state()
 

@@ -108,10 +108,12 @@ def test_no_batch_after_the_first_compiles_anything(calls):
     assert calls["project_backward"] == 4 * 2 * OPERATORS_OF_A_LAYER
 
 
-@pytest.mark.parametrize("change", ["dropout", *in_full("disabled"), *exhaustive("fused_lora=False")])
+@pytest.mark.parametrize("change", ["dropout", *in_full("disabled"), *exhaustive("fused_kernels=False")])
 def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
     """The control of the counts above."""
-    model = patch(adapted(**({"lora_dropout": 0.5} if change == "dropout" else {})), fused_lora="fused" not in change)
+    model = patch(
+        adapted(**({"lora_dropout": 0.5} if change == "dropout" else {})), fused_kernels="fused" not in change
+    )
     compile_layers(model, backend="aot_eager")
     with model.disable_adapter() if change == "disabled" else nullcontext():
         model(**tiny.batch(tiny.documents())).logits.sum()

@@ -7,7 +7,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft.tuners.lora.layer import Linear
 from selection import in_full
-from test_fused_lora import adapted, packed
+from test_fused_lora import adapted, packed, patch_beside_peft
 from tolerance import assert_recomputed, differs
 from torch import nn
 from torch.nn.modules import module as torch_modules
@@ -144,7 +144,7 @@ def result(target, change=None, *, when=TIMES[0], fused=True, find=layer_of):
         if change is not None and time == when:
             change(find(model, target))
         if time == TIMES[0]:
-            patch(model, fused_lora=fused)
+            (patch if fused else patch_beside_peft)(model)
         elif time == TIMES[1] and when == TIMES[2]:
             packed(model)
     logits, gradients = tiny.logits_and_gradients(model)

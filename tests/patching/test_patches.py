@@ -196,7 +196,7 @@ def test_patched_is_for_the_length_of_the_block():
 
 
 def test_patched_model_is_patched_as_it_was_after_a_block_with_other_options():
-    model, docs = patch(tiny.model("bloom"), fused_lora=False), tiny.documents()
+    model, docs = patch(tiny.model("bloom"), fused_kernels=False), tiny.documents()
     before, attributes = find_state(model), [dict(vars(module)) for module in model.modules()]
     expected = forward(model, docs).logits
     with patched(model, unpad=True):
@@ -211,7 +211,7 @@ def test_patched_model_is_patched_as_it_was_after_a_block_with_other_options():
 
 
 def test_a_forward_that_others_have_set_on_top_stays_and_calls_the_new_patch_only():
-    model, docs = patch(tiny.model("bloom"), fused_lora=False), tiny.documents()
+    model, docs = patch(tiny.model("bloom"), fused_kernels=False), tiny.documents()
     expected, below = forward(model, docs).logits, model.forward
     model.forward = on_top = lambda *args, **kwargs: below(*args, **kwargs)
     patch(model)

@@ -21,9 +21,9 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
-    "padding_free": "trainer * backend= fused_lora= fused_kernels= share_prefixes= leave_padded= check_first_batch=",
-    "patch": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
-    "patched": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
+    "padding_free": "trainer * leave_padded= check_first_batch= options",
+    "patch": "model * backend= fused_kernels= unpad= share_prefixes=",
+    "patched": "model options",
     "plot": "batch_or_layout path= * sliding_window=",
     "shard_batch": "batch group",
     "register_patch": "new",
@@ -33,7 +33,6 @@ SIGNATURES = {
 FIELDS = {
     "check_packing": True,
     "recheck": False,
-    "fused_lora": True,
     "fused_kernels": True,
     "peak_tflops": None,
     "loss_by": None,
@@ -47,7 +46,7 @@ FIELDS = {
 }
 # Fields of TRL's with another default.
 DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None, "learning_rate": None}
-COMMANDS = "train plan prepare demo check bench merge models backends recipes env completion".split()
+COMMANDS = "train plan prepare demo check bench merge models recipes env completion".split()
 
 
 def signature(function):

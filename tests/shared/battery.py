@@ -106,7 +106,7 @@ class KernelCase:
 
 
 def patched_model(
-    architecture, device, dtype, backend, *, lora=False, nf4=False, fused=True, kernels=True, autocast=False, **config
+    architecture, device, dtype, backend, *, lora=False, nf4=False, kernels=True, autocast=False, **config
 ):
     """Return a patched model on the device that has run once; skip with the backend's reasons if it cannot."""
     require_device(device, backend, torch.bfloat16 if autocast else dtype)
@@ -119,7 +119,7 @@ def patched_model(
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator(device).manual_seed(0))
     try:
-        model = patch(model, backend=backend, fused_lora=fused, fused_kernels=kernels)
+        model = patch(model, backend=backend, fused_kernels=kernels)
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             model(**batch_on(device, tiny.LENGTHS))
     except NoBackend as refusal:

@@ -43,7 +43,7 @@ def test_every_field_of_trls_configs_is_there_with_help():
         assert {f.name for f in dataclasses.fields(theirs)} <= ours.keys()
     own = ours.keys() - {f.name for c in (SFTConfig, ModelConfig) for f in dataclasses.fields(c)}
     assert own == {
-        "loss_by", "loss_weighting", "max_tokens_per_microbatch", "fused_lora", "fused_kernels", "peak_tflops",
+        "loss_by", "loss_weighting", "max_tokens_per_microbatch", "fused_kernels", "peak_tflops",
         "share_prefixes", "sequence_parallel", "expand_turns", "overflow", "check_packing", "attention_backend",
         "recheck",
     }  # fmt: skip

@@ -350,7 +350,7 @@ def test_neftune_where_a_backbone_runs_by_document_is_refused(tmp_path):
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
-    for options in (None, {"fused_lora": False}):
+    for options in (None, {"fused_kernels": False}):
         model = small_model("roformer")
         names = [name for name, _ in model.named_parameters()]
         before = None if options is None else find_state(trl_packfa.patch(model, **options))

@@ -190,6 +190,6 @@ def test_the_merged_model_is_pushed_if_asked(base, tmp_path, monkeypatch, capsys
     pushed = []
     for cls in ("modeling_utils.PreTrainedModel", "tokenization_utils_base.PreTrainedTokenizerBase"):
         monkeypatch.setattr(f"transformers.{cls}.push_to_hub", lambda self, repo: pushed.append(repo))
-    argv = ["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--push-to-hub", "me/mine"]
+    argv = ["merge", str(tmp_path / "adapter"), str(tmp_path / "merged"), "--push_to_hub", "me/mine"]
     assert main(argv) == 0
     assert pushed == ["me/mine", "me/mine"] and "pushed to me/mine" in capsys.readouterr().out

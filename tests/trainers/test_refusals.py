@@ -137,7 +137,7 @@ def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="varlen may run here")
 def test_a_backend_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(NoBackend, match=r"'varlen' cannot run here(.|\n)*needs a CUDA(.|\n)*trl-packfa backends"):
+    with pytest.raises(NoBackend, match=r"'varlen' cannot run here(.|\n)*needs a CUDA(.|\n)*trl-packfa env"):
         packed_trainer(arguments(out=tmp_path, attention_backend="varlen"), model="never-loaded")
     packed_trainer(arguments(out=tmp_path, attention_backend="reference"))
 

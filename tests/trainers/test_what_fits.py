@@ -77,7 +77,7 @@ def test_a_layer_with_fused_lora_keeps_what_is_estimated():
 
 @pytest.mark.parametrize(
     ("options", "fused"),
-    [({}, True), ({"lora_dropout": 0.0}, True), ({"fused_lora": False}, False),
+    [({}, True), ({"lora_dropout": 0.0}, True), ({"fused_kernels": False}, False),
      ({"lora_target_modules": ["q_proj"]}, False)],
 )  # fmt: skip
 def test_whose_mlps_are_fused(options, fused, tmp_path):

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer
 from trl import get_dataset
 
-from ..config.sft import PackedSFTConfig
+from ..config.requirements import require
 from ..data.dataset import count_trained, cut_dataset, read_lengths
 from ..data.files import load_dataset_dict
+from ..data.tokenizing import tokenized
 from ..errors import InvalidConfig, InvalidDataset
-from ..packing import PackingReport
 from ..plan.gather import read_length_list
-from ..trainers.sft.trainer import PackedSFTTrainer
+from ..trainers.requirements.data import DATA, FORMATS, TEXTS
+from ..trainers.requirements.training import Training
 from .arguments import Setup
 
 # Lengths of random documents, or the splits of a dataset.
@@ -101,62 +101,38 @@ def save_documents(setup: Setup, documents: Documents, model: str, folder: Path)
 
     Returns the packing report of each part, which says what was lost.
     """
-    if setup.bench.trainer != "sft":
-        parts, reports = _pairs(setup, documents, model), {}
-    elif isinstance(documents, list):
-        parts, reports = _random_parts(setup, documents, model)
-    else:
-        parts, reports = _tokenized_parts(setup, documents, setup.bench.tokenizer or model)
+    parts, reports = _parts(setup, documents, model), {}
+    if setup.bench.trainer == "sft":
+        limits: Any = {"max_length": setup.args.max_length, "overflow": setup.args.overflow, "as_padded": True}
+        for name, part in parts.items():
+            parts[name], reports[name] = cut_dataset(part, name=name, **limits)
     for name, dataset in parts.items():
         columns = ["input_ids", "labels"] if setup.bench.trainer == "sft" else dataset.column_names
         dataset.select_columns(columns).save_to_disk(folder / name)
     return {name: report.to_dict() for name, report in reports.items()}
 
 
-def _pairs(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]:
-    from .preference import random_pairs, tokenized
+def _parts(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]:
+    """Return the tokenized splits, not cut yet; pairs are cut."""
+    trainer, args = setup.bench.trainer, setup.args
+    if isinstance(documents, list):
+        vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        if trainer == "sft":
+            return _hold_out(random_documents(documents, vocab_size=vocab_size, seed=args.seed), setup)
+        from .preference import random_pairs
 
-    trainer = setup.bench.trainer
-    if not isinstance(documents, list):
-        tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
-        return tokenized(documents, trainer, tokenizer, setup.args)
-    lengths = [min(length, setup.args.max_length or length) for length in documents]
-    vocab_size, seed = _vocab_size(model), setup.args.seed
-    return _hold_out(random_pairs(lengths, trainer, vocab_size=vocab_size, first=_FIRST_WORD, seed=seed), setup)
+        lengths = [min(length, args.max_length or length) for length in documents]
+        pairs = random_pairs(lengths, trainer, vocab_size=vocab_size, first=_FIRST_WORD, seed=args.seed)
+        return _hold_out(pairs, setup)
+    tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
+    if trainer == "sft":
+        for name, part in documents.items():
+            given = {f"{name}_dataset": part, "processing_class": tokenizer}
+            require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", given=given))
+        return {name: tokenized(part, tokenizer, args).dataset for name, part in documents.items()}
+    from . import preference
 
-
-def _vocab_size(model: str) -> int:
-    return AutoConfig.from_pretrained(model).get_text_config().vocab_size
-
-
-def _random_parts(setup: Setup, lengths: list[int], model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
-    documents = random_documents(lengths, vocab_size=_vocab_size(model), seed=setup.args.seed)
-    parts, reports = _hold_out(documents, setup), {}
-    for name, part in parts.items():
-        limits = {"max_length": setup.args.max_length, "overflow": setup.args.overflow}
-        parts[name], reports[name] = cut_dataset(part, name=name, **limits)
-    return parts, reports
-
-
-def _tokenized_parts(
-    setup: Setup, parts: dict[str, Dataset], tokenizer_name: str
-) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
-    """Tokenize and cut the splits in a trainer with a tiny model, because TRL tokenizes inside its trainer."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    off = {"packing_strategy": "minibatch", "max_tokens_per_microbatch": None, "use_peft": False}
-    off |= {"load_in_4bit": False, "load_in_8bit": False, "check_packing": False, "model_init_kwargs": None}
-    given = {f.name: getattr(setup.args, f.name) for f in fields(PackedSFTConfig) if f.init}
-    shape: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    small: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer)))
-    trainer = PackedSFTTrainer(
-        small,
-        PackedSFTConfig(**{**given, **off}),
-        train_dataset=parts["train"],
-        eval_dataset=parts.get("eval"),
-        processing_class=tokenizer,
-    )
-    prepared: Any = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
-    return {name: prepared[name] for name in parts}, trainer.packing_reports
+    return preference.tokenized(documents, trainer, tokenizer, args)
 
 
 def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda part: part) -> dict[str, Dataset]:

@@ -19,7 +19,8 @@ from ..versions import MINIMUM_VERSIONS, installed_version
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 # Environment variables that change memory allocation and so speed.
 ALLOCATOR = (*HEAP, "MALLOC_ARENA_MAX", "LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_PACKAGES = ["trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "kernels", "triton"]
+_PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "triton",
+             "mamba-ssm", "causal-conv1d", "flash-linear-attention", "deepspeed", "tokenizers", "numpy")  # fmt: skip
 
 
 def large_heap() -> AbstractContextManager[None]:
@@ -28,18 +29,18 @@ def large_heap() -> AbstractContextManager[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Return the facts that someone needs to reproduce a figure."""
-    versions = {package: installed_version(package) for package in _PACKAGES}
+    """Return the facts that someone needs to reproduce a figure or a fault; a package that is missing is `None`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
         "cpus": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "versions": {name: version for name, version in versions.items() if version},
+        "versions": {package: installed_version(package) for package in _PACKAGES},
         "commit": _commit(),
         "allocator": {name: {**HEAP, **os.environ}.get(name, "") for name in ALLOCATOR},
     }

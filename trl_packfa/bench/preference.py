@@ -170,8 +170,8 @@ def build_preference_trainer(
         "model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
     }
     if packs:
-        options |= {"attention_backend": side.backend}
-        options |= {name: getattr(args, name) for name in ("max_tokens_per_microbatch", "fused_lora", "fused_kernels")}
+        options |= {"attention_backend": side.backend, "fused_kernels": args.fused_kernels}
+        options |= {"max_tokens_per_microbatch": args.max_tokens_per_microbatch}
         # The model is loaded with the adapter and the quantization that are passed below.
         options |= {"use_peft": False, "dtype": args.dtype, "check_packing": args.check_packing}
     # TRL's constructor seeds, so a classifier's new head has the same weights on every side.

@@ -6,9 +6,8 @@ it is left out.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..errors import PackingError
+from ..errors import PackingError, first_line
 
 # By name: model type, hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
 _SHAPES = {
@@ -74,16 +73,12 @@ def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | N
 
 
 def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
-    """Run [`save_preset`] in a process of its own, so that this one uses no GPU memory.
-
-    Raise an error with the last line that the process printed, if it failed.
-    """
-    what = json.dumps({"name": name, "folder": str(folder), **options})
-    command = [sys.executable, "-m", "trl_packfa.bench.presets", what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise PackingError(f"the preset '{name}' could not be made.", why=[last])
+    """Run [`save_preset`] in a process of its own, so that this one uses no GPU memory; raise an error if it fails."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        try:
+            apart.submit(save_preset, name, folder, **options).result()
+        except Exception as error:
+            raise PackingError(f"the preset '{name}' could not be made.", why=[first_line(error)]) from error
 
 
 def _placeholder() -> PreTrainedTokenizerBase:
@@ -93,7 +88,3 @@ def _placeholder() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-
-
-if __name__ == "__main__":
-    save_preset(**json.loads(sys.argv[1]))

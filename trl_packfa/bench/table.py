@@ -8,14 +8,6 @@ from typing import Any
 Rows = list[dict[str, str]]
 
 
-def speed_rows(report: dict[str, Any]) -> Rows:
-    """Return speed and memory of each side as rows; failed sides have no figures."""
-    return [
-        {"side": side["side"], **{column: "-" if "failed" in side else show(side) for column, show in _SPEED.items()}}
-        for side in report["sides"]
-    ]
-
-
 # Columns of the table of speeds, with the text for a side that ran.
 _SPEED: dict[str, Callable[[dict[str, Any]], str]] = {
     "true tokens/s": lambda side: f"{side['tokens_per_second']:,.0f}",
@@ -24,9 +16,44 @@ _SPEED: dict[str, Callable[[dict[str, Any]], str]] = {
     "s/step (quartiles)": lambda side: "{:.3f} ({:.3f} to {:.3f})".format(
         side["seconds_per_step"], *side["seconds_per_step_quartiles"]
     ),
-    "MFU": lambda side: "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
+    "MFU": lambda side: _shown(side["mfu"], ".1%"),
     "peak memory": lambda side: f"{side['peak_bytes'] / 1e6:,.0f} MB",
 }
+# Those of the table of the training.
+_TRAINING: dict[str, Callable[[dict[str, Any]], str]] = {
+    "trainer": lambda side: side["trainer"],
+    "attention": lambda side: side["attention"],
+    "steps/epoch": lambda side: f"{side['steps_per_epoch']:,}",
+    "tokens/step": lambda side: f"{side['tokens_per_step']:,.0f}",
+    "forwards/step": lambda side: f"{side['micro_batches_per_step']:.1f}",
+    "fill": lambda side: f"{side['fill']:.1%}",
+    "loss, last step": lambda side: f"{side['final_loss']:.4f}",
+    "validation loss": lambda side: _shown(side["validation_loss"], ".4f"),
+    "recompiles": lambda side: str(side["recompiles"]),
+    "host syncs/forward": lambda side: _shown(side["host_syncs_per_micro_batch"], ".1f"),
+    "documents": lambda side: "see each other" if side["leaks"] else "apart",
+}
+
+
+def speed_rows(report: dict[str, Any]) -> Rows:
+    """Return speed and memory of each side as rows; failed sides have no figures."""
+    return [
+        {"side": side["side"], **{column: "-" if "failed" in side else show(side) for column, show in _SPEED.items()}}
+        for side in report["sides"]
+    ]
+
+
+def training_rows(report: dict[str, Any]) -> Rows:
+    """Return the training figures of each side that trained as rows: steps, losses, recompiles and host waits."""
+    return [
+        {"side": side["side"], **{column: show(side) for column, show in _TRAINING.items()}}
+        for side in report["sides"]
+        if "failed" not in side and side["trainer"] != "none"
+    ]
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
 
 
 def _times(ratio: dict[str, Any]) -> str:
@@ -35,36 +62,6 @@ def _times(ratio: dict[str, Any]) -> str:
     if ratio["low"] == ratio["high"]:
         return f"{ratio['value']:.2f}"
     return f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" + (" ?" if ratio["verdict"] else "")
-
-
-def training_rows(report: dict[str, Any]) -> Rows:
-    """Return the training figures of each side as rows: steps, losses, recompiles and host waits."""
-    rows = []
-    for side in report["sides"]:
-        if "failed" in side or side["trainer"] == "none":
-            continue
-        loss = side["validation_loss"]
-        rows.append(
-            {
-                "side": side["side"],
-                "trainer": side["trainer"],
-                "attention": side["attention"],
-                "steps/epoch": f"{side['steps_per_epoch']:,}",
-                "tokens/step": f"{side['tokens_per_step']:,.0f}",
-                "forwards/step": f"{side['micro_batches_per_step']:.1f}",
-                "fill": f"{side['fill']:.1%}",
-                "loss, last step": f"{side['final_loss']:.4f}",
-                "validation loss": "-" if loss is None else f"{loss:.4f}",
-                "recompiles": str(side["recompiles"]),
-                "host syncs/forward": _syncs(side["host_syncs_per_micro_batch"]),
-                "documents": "see each other" if side["leaks"] else "apart",
-            }
-        )
-    return rows
-
-
-def _syncs(number: float | None) -> str:
-    return "-" if number is None else f"{number:.1f}"
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
@@ -86,8 +83,8 @@ def heading(report: dict[str, Any]) -> str:
     """Return two lines with data, machine and versions."""
     data, place = report["data"], report["environment"]
     device = ", ".join(place["gpus"]) or f"{place['processor']}, {place['cpus']} CPUs, {place['threads']} threads"
-    shown = [name for name in ("torch", "transformers", "trl", "flash-attn") if name in place["versions"]]
-    versions = ", ".join(f"{name} {place['versions'][name]}" for name in shown)
+    shown = {name: place["versions"].get(name) for name in ("torch", "transformers", "trl", "flash-attn")}
+    versions = ", ".join(f"{name} {version}" for name, version in shown.items() if version)
     return (
         f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
         f"longest {data['longest']:,}; {_operations(report)}\n{device}; {versions}; "

@@ -10,10 +10,10 @@ import argparse
 from types import ModuleType
 
 from ..versions import __version__
-from . import backends, bench, check, completion, demo, env, merge, models, plan, prepare, recipes, train
+from . import bench, check, completion, demo, env, merge, models, plan, prepare, recipes, train
 
 # `--help` lists them in this order. To add a command, write a file with `add(commands)` and name it here.
-COMMANDS = (train, plan, prepare, demo, check, bench, merge, models, backends, recipes, env, completion)
+COMMANDS = (train, plan, prepare, demo, check, bench, merge, models, recipes, env, completion)
 OWN_PARSERS = {"train": train.run, "plan": plan.run, "prepare": prepare.run, "bench": bench.run}
 
 __all__ = ["COMMANDS", "OWN_PARSERS", "build_parser", "name_of"]

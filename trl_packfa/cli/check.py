@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
+from ..config.options import PatchOptions
 from ..errors import ContaminationError
 from ..versions import require_versions
 from .output import add_json, print_rows
@@ -24,14 +26,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     check = commands.add_parser("check", help="prove that packing is exact on a model")
     check.add_argument("model", help="name or path of a causal LM, a classifier or an encoder")
     check.add_argument("--adapter", help="name or path of a PEFT adapter to load onto the model")
-    check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    check.add_argument("--unpad", action="store_true", help="also check padded batches that run without pad tokens")
-    check.add_argument(
-        "--share-prefixes",
-        action="store_true",
-        help="with --unpad: also check rows with a common prefix, which is computed once",
-    )
+    for option in fields(PatchOptions):
+        flag: dict[str, Any] = {"type": str} if option.type == "str" else {"action": argparse.BooleanOptionalAction}
+        check.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **flag)
     check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     add_json(check)
     check.set_defaults(run=run)
@@ -69,7 +67,8 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
 
     inner = inner_model(model)
     padded = is_encoder(inner.config) or inner.get_output_embeddings() is None
-    patch(model, backend=args.backend, unpad=args.unpad or padded, share_prefixes=args.share_prefixes)
+    options = {option.name: getattr(args, option.name) for option in fields(PatchOptions)}
+    patch(model, **{**options, "unpad": args.unpad or padded})
     state = find_state(model)
     if state is not None and state.unpadding_report is not None and state.parts.padded_only:
         return state.unpadding_report

@@ -20,7 +20,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="dtype of the merged weights; auto: the dtype that the base was saved in",
     )
-    merge.add_argument("--push-to-hub", metavar="REPO", help="also push the merged model to this Hub repository")
+    merge.add_argument("--push_to_hub", metavar="REPO", help="also push the merged model to this Hub repository")
     merge.set_defaults(run=run)
 
 

@@ -12,6 +12,7 @@ from trl import ModelConfig
 from ..attention import get_backend
 from ..errors import InvalidConfig
 from .arguments import ARGUMENTS
+from .options import option
 from .requirements import Run, require
 
 if TYPE_CHECKING:
@@ -57,27 +58,9 @@ class CommonConfig(_Base):
         default=True,
         metadata={"help": "Prove on this model, before the first step, that no document can see another."},
     )
-    attention_backend: str = field(
-        default="auto",
-        metadata={
-            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`. A named backend is used, or "
-            "an error says why it cannot be."
-        },
-    )
-    fused_lora: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute a LoRA layer and its base layer together where possible. The result is PEFT's within "
-            "rounding. `False` leaves them to PEFT."
-        },
-    )
-    fused_kernels: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute norms, rotary embeddings and SwiGLU in fewer passes over memory: with liger-kernel on "
-            "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
-        },
-    )
+    attention_backend: str = option("backend")
+    fused_kernels: bool = option("fused_kernels")
+    share_prefixes: bool = option("share_prefixes")
     # Without a default, so that one by the user is known. `__post_init__` sets it.
     learning_rate: float = field(  # type: ignore[assignment]
         default=None,
@@ -98,15 +81,6 @@ class CommonConfig(_Base):
             "help": "Data type of the loaded model. Default: `'bfloat16'` for a quantized model trained in bf16, "
             "else `'float32'`.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
-    )
-
-    share_prefixes: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute a prefix that several rows or documents of a micro-batch share only once: a pair's "
-            "prompt, a system prompt, the history of a conversation. A shared prefix needs 16 tokens or more. Models "
-            "that mix tokens outside of attention run each row by itself, and a warning says so."
         },
     )
 
@@ -182,9 +156,9 @@ class CommonConfig(_Base):
 
     @property
     def patch_options(self) -> dict[str, Any]:
-        """Keyword arguments for [`patch`]."""
-        kernels = {"fused_lora": self.fused_lora, "fused_kernels": self.fused_kernels}
-        return {"backend": self.attention_backend, "share_prefixes": self.share_prefixes, **kernels}
+        """Keyword arguments for [`patch`], without `unpad`."""
+        same = {name: getattr(self, name) for name in ("fused_kernels", "share_prefixes")}
+        return {"backend": self.attention_backend, **same}
 
     @property
     def card_settings(self) -> dict[str, Any]:

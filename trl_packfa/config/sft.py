@@ -16,11 +16,10 @@ LOSS_WEIGHTINGS = ("token", "example")
 
 @dataclass
 class PackedSFTConfig(CommonConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and thirteen of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and twelve of our own.
 
     Ours are `max_tokens_per_microbatch`, `overflow`, `expand_turns`, `share_prefixes`, `loss_weighting`, `loss_by`,
-    `sequence_parallel`, `check_packing`, `recheck`, `attention_backend`, `fused_lora`, `fused_kernels` and
-    `peak_tflops`.
+    `sequence_parallel`, `check_packing`, `recheck`, `attention_backend`, `fused_kernels` and `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from ..config.sft import PackedSFTConfig
 from ..data.files import load_dataset_dict
 from ..terminal.progress import RichProgressCallback, packing_table, quiet
 from ..trainers.sft.trainer import PackedSFTTrainer
+from . import DemoOptions
 from .corpus import docstring_dataset
 
 # Padded and packed training are compared on the same few steps. The first step is not timed.
@@ -34,19 +33,6 @@ _COMPARED_STEPS = 4
 # The loss of these held-out documents is measured three times. More documents would take longer than the training.
 _HELD_OUT = 64
 _VOCAB_SIZE, _EOS, _PAD = 8192, "<|eos|>", "<|pad|>"
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of the demo that the command line can change; `cli/demo.py` says what they mean."""
-
-    model: str | None = None
-    dataset: str | None = None
-    output_dir: Path = Path("demo-output")
-    base_steps: int = 50
-    steps: int = 30
-    batch_size: int = 16
-    max_length: int = 1024
 
 
 @quiet()

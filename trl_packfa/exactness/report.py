@@ -212,6 +212,6 @@ class ExactnessReport(Report):
         self._require(
             "packing is not exact on this model",
             why=more,
-            do="Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
+            do="Train padded with packing=False, or with another attention_backend (trl-packfa env lists them), "
             "and please report it. check_packing=False trains without this proof.",
         )

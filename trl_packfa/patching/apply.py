@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
 from ..compile import CompiledLayer
+from ..config.options import PatchOptions
 from ..errors import NoBackend
 from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
@@ -42,7 +43,7 @@ from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, Com
 from .inspect import class_names, find_parts, forward_takes, inner_model
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
-from .state import SLOT, Edit, PatchOptions, PatchState, find_state
+from .state import SLOT, Edit, PatchState, find_state
 from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding
 
 Value = TypeVar("Value")
@@ -60,7 +61,7 @@ def is_patched_with(model: nn.Module, options: PatchOptions, adapter_kinds: tupl
     if state is None or state.options != options or state.adapter_kinds != adapter_kinds:
         return False
     known = {id(layer) for layer in state.adapted}  # `add_adapter` replaces a linear layer under its name
-    return not options.fused_lora or all(id(layer) in known for layer in adapted_layers(model))
+    return not options.fused_kernels or all(id(layer) in known for layer in adapted_layers(model))
 
 
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
@@ -246,9 +247,9 @@ def _plan_inside(state: PatchState) -> list[Override]:
     if isinstance(state.patch, InterfacePatch):
         overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
     overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
-    fused, by_liger = state.options.fused_lora, state.options.fused_kernels
-    when_packed = lora_overrides(backbone, fused=fused, by_liger=by_liger, invocations=state.invocations)
-    if state.options.fused_kernels:
+    fused = state.options.fused_kernels
+    when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
+    if fused:
         taken = {id(override.module) for override in when_packed}
         left = [module for module in backbone.modules() if id(module) not in taken]
         when_packed += [RMSNormOverride(module) for module in left if is_rms_norm_on_cpu(module)]

@@ -50,7 +50,7 @@ def describe(model: nn.Module) -> str:
     by_document = Counter(type(module).__name__ for module in state.parts.mixers.values())
     lines += [f"{n} x {name}: {_how_it_runs(name, state)}" for name, n in by_document.items()]
     lines += [f"backend used: {line}" for line in state.backends.describe()]
-    lines += describe_lora(state.adapted, state.options.fused_lora)
+    lines += describe_lora(state.adapted, state.options.fused_kernels)
     return "\n".join([*lines, *_describe_kernels(state)])
 
 
@@ -92,9 +92,6 @@ def _kinds(override: Override) -> Iterator[tuple[str, str]]:
     elif isinstance(override, AttentionOverride) and on_cuda and rotates(override.qkv):
         yield "rotation", by_liger
     elif isinstance(override, SwiGLUOverride) or (
-        isinstance(override, GatedMLPOverride)
-        and override.by_liger
-        and weight is not None
-        and multiplies_by_liger(override.module, weight)
+        isinstance(override, GatedMLPOverride) and weight is not None and multiplies_by_liger(override.module, weight)
     ):
         yield "SwiGLU", by_liger

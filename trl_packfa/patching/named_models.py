@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..attention import BackendChoice
+from ..config.options import PatchOptions
 from ..errors import PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
@@ -23,7 +24,7 @@ from ..patches.base import AttentionPatch, FunctionPatch, InterfacePatch, Patch,
 from ..patches.registry import find_patch_for_type
 from .inspect import find_parts, inner_model, model_type
 from .rotary import LENGTH_DEPENDENT
-from .state import PatchOptions, PatchState
+from .state import PatchState
 
 NAME = "packfa"
 
@@ -104,7 +105,7 @@ def named_state(model: nn.Module) -> PatchState:
     window = patch.window if isinstance(patch, InterfacePatch) else None
     asked = InterfacePatch(model_types=(model_type(model),), window=window)
     parts = find_parts(model, asked, by_name=True)
-    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, parts)
+    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_kernels=False), CHOSEN.backends, parts)
 
 
 # The attention backends of all models that run by name.
@@ -114,7 +115,7 @@ CHOSEN = SimpleNamespace(backends=BackendChoice("auto"))
 def use_backend(name: str) -> None:
     """Choose the attention backend of all models that run by name; raise [`NoBackend`] if there is none of this name.
 
-    The names are `"auto"`, the default, and those of `trl-packfa backends`.
+    The names are `"auto"`, the default, and those of `trl-packfa env`.
     """
     CHOSEN.backends = BackendChoice(name)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..attention import BackendChoice
+from ..config.options import PatchOptions
 from ..errors import UnsupportedModel
 from ..patches.base import AttentionPatch, Patch, RebatchPatch
 from .inspect import ModelParts
@@ -17,17 +18,6 @@ from .unpadding import Unpadding
 SLOT = "_trl_packfa"
 # A module, the attribute that is set on it, and the attribute's value.
 Edit: TypeAlias = tuple[nn.Module, str, Any]
-
-
-@dataclass(frozen=True)
-class PatchOptions:
-    """The options of [`trl_packfa.patch`], which documents them."""
-
-    backend: str = "auto"
-    fused_lora: bool = True
-    fused_kernels: bool = True
-    unpad: bool = False
-    share_prefixes: bool = False
 
 
 @dataclass

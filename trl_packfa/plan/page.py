@@ -1,42 +1,45 @@
-"""The plan as one self-contained HTML page with style, tables and plots."""
+"""The plan as one self-contained HTML page: the advice, the plots as one SVG, and the terminal's tables."""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from html import escape
+from typing import TYPE_CHECKING, Any
 
-from .figures import figures
+import numpy as np
+from rich.console import Console
+
+from ..data.batching import FREE, Batching
+from ..packing import STEP
+from ..plotting import draw_row, require_matplotlib
+from .compare import Outcome
 from .report import Plan
-from .terminal import Row, heading, headline, is_chosen, notes, tables
+from .terminal import LABELS, heading, headline, notes, print_tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #222; --soft: #555; --line: #ddd; --mark: #eef5f9; --paper: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e6e6; --soft: #a8a8a8; --line: #444; --mark: #20303a; --paper: #16181a; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 72rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-.headline { margin: 1rem 0; font-size: 1.1rem; } .headline b { font-size: 2.6rem; line-height: 1.1; display: block; }
-.advice li { margin: .4rem 0; max-width: 60rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; border-bottom: 2px solid var(--soft); vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; } tr.chosen { background: var(--mark); font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(25rem, 100%), 1fr)); gap: 1.5rem; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; } figure text { fill: currentColor; }
-figcaption, .notes { color: var(--soft); font-size: .9rem; }
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+.headline b { font-size: 2.6rem; line-height: 1.1; display: block; } .headline { font-size: 1.1rem; }
+svg { width: 100%; height: auto; } svg text { fill: currentColor; } pre { overflow-x: auto; line-height: 1.2; }
 """
+_BINS, _WIDTH = 60, 150
 
 
 def render(plan: Plan) -> str:
     """Return the HTML of the page; raise [`MissingPackage`] if matplotlib is not installed."""
-    first, second, *others = (
-        f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in figures(plan)
-    )
-    rest = "\n".join(others)
     number, what = headline(plan)
     advice = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in plan.advice)
-    shown = "\n".join(f"<h2>{escape(title)}</h2>\n{_table(rows)}" for title, rows in tables(plan))
-    rests = "\n".join(f"<p>{escape(line)}</p>" for line in notes(plan))
+    rest = "\n".join(f"<p>{escape(line)}</p>" for line in notes(plan))
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
+    print_tables(plan, console)
+    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -45,31 +48,108 @@ def render(plan: Plan) -> str:
 <h1>Packing plan of {escape(plan.source.name)}</h1>
 <p>{escape(heading(plan))}</p>
 <p class="headline"><b>{escape(number)}</b>{escape(what)}</p>
-<div class="plots">
-{first}
-{second}
-</div>
-<ul class="advice">
+{_plots(plan)}
+<ul>
 {advice}
 </ul>
-{shown}
-<div class="notes">
-{rests}
-</div>
-<h2>more plots</h2>
-<div class="plots">
+{tables}
 {rest}
-</div>
 </body>
 </html>
 """
 
 
-def _table(rows: list[Row]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column, _ in rows[0])
-    lines = []
-    for row in rows:
-        cells = "".join(f"<td>{escape(value)}</td>" for _, value in row)
-        lines.append(f'<tr class="chosen">{cells}</tr>' if is_chosen(row) else f"<tr>{cells}</tr>")
-    body = "\n".join(lines)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+def _plots(plan: Plan) -> str:
+    """Draw all plots of the plan as one SVG."""
+    matplotlib = require_matplotlib("--html")
+    from matplotlib.figure import Figure
+
+    style = {"svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(12, 12), layout="constrained")
+        axes = iter(figure.subplots(3, 2).flat)
+        epochs = {name: outcome.epoch() for name, outcome in plan.outcomes.items()}
+        true = np.array([epoch.tokens for epoch in epochs.values()], dtype=float)
+        pads = true / (1 - np.array([epoch.padding for epoch in epochs.values()])) - true
+        _bars(next(axes), plan, {"true tokens": true, "pads": pads}, "what an epoch computes")
+        _lengths(next(axes), plan)
+        steps = np.array([epoch.steps for epoch in epochs.values()])
+        _bars(next(axes), plan, {"steps": steps}, "optimizer steps of an epoch: fewer change the training")
+        _waiting(next(axes), plan)
+        _row(next(axes), plan)
+        last = next(axes)
+        if plan.memory:
+            parts = [asdict(plan.memory[name]) for name in epochs]
+            sizes = {LABELS.get(part, part): np.array([each[part] for each in parts]) / 1e9 for part in parts[0]}
+            _bars(last, plan, sizes, "GB on one GPU at the largest micro-batch (estimate)")
+        else:
+            last.set_axis_off()
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    # The page's colours show through, in the dark as well.
+    figure.savefig(
+        text, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
+    # A fixed size in points would not shrink with the window. `viewBox` keeps the proportions.
+    return re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
+
+
+def _bars(axes: Axes, plan: Plan, parts: Mapping[str, Any], title: str) -> None:
+    """Draw a bar for each strategy from parts of shape `(strategies,)`, with its total."""
+    names = [f"{name} *" if name == plan.chosen.strategy.name else name for name in plan.outcomes]
+    begin = np.zeros(len(names))
+    bars: Any = None
+    for part, values in parts.items():
+        bars = axes.barh(names, values, left=begin, label=part)
+        begin = begin + values
+    axes.bar_label(bars, [f"{total:,.4g}" if total < 1000 else f"{total:,.0f}" for total in begin], padding=3)
+    axes.margins(x=0.25)
+    axes.invert_yaxis()
+    axes.set_title(title)
+    if len(parts) > 1:
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def _lengths(axes: Axes, plan: Plan) -> None:
+    lengths, limit = plan.source.tokens.lengths, plan.args.max_length
+    edges = np.unique(np.geomspace(max(lengths.min(), 1), lengths.max() + 1, _BINS).round())
+    axes.hist(lengths, bins=edges.tolist() if len(edges) > 1 else 1)
+    axes.set(xscale="log", xlabel="tokens", ylabel="documents", title="documents by length, before anything is cut")
+    if limit is not None:
+        axes.axvline(limit, color="tab:red", label=f"max_length {limit:,}")
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _waiting(axes: Axes, plan: Plan) -> None:
+    ranks = [str(ranks) for ranks in plan.chosen.epochs]
+    for name, outcome in plan.outcomes.items():
+        axes.plot(ranks, [epoch.imbalance for epoch in outcome.epochs.values()], marker="o", label=name)
+    axes.set(xlabel="GPUs", title="how long ranks wait for each other: 1 means no waiting")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _row(axes: Axes, plan: Plan) -> None:
+    """Draw one packed micro-batch: which token may attend to which."""
+    packing = plan.chosen if plan.chosen.strategy.packs else plan.outcomes[STEP.name]
+    lengths = _first_micro_batch(plan, packing)
+    draw_row(axes, [(int(tokens), False) for tokens in lengths])
+    axes.set_title(f"a packed micro-batch of '{packing.strategy}': {len(lengths)} documents, {sum(lengths):,} tokens")
+
+
+def _first_micro_batch(plan: Plan, outcome: Outcome) -> list[int]:
+    """Return the document lengths of one packed micro-batch."""
+    q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
+    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=outcome.epoch().world_size,
+                           quadratic=q, cut=cut)  # fmt: skip
+    if outcome.strategy.fills_rows:
+        sampler = batching.row_sampler(outcome.lengths)
+        return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()
+    step = batching.draw(outcome.lengths)[: batching.accumulation]
+    if not outcome.strategy.recuts_steps:
+        return [tokens for tokens in step[0, 0].tolist() if tokens]
+    return batching.recut(step, budget=batching.micro_batch_tokens(outcome.lengths))[0][0].tolist()

@@ -48,12 +48,8 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 class GatedMLPOverride(Override):
     """A gated MLP with LoRA layers, computed as one function.
 
-    `by_liger` lets Liger's kernels compute the activation and the product with it, if they can.
+    Liger's kernels compute the activation and the product with it, if they can.
     """
-
-    def __init__(self, module: nn.Module, *, by_liger: bool) -> None:
-        super().__init__(module)
-        self.by_liger = by_liger
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run the MLP's forward."""
@@ -64,7 +60,7 @@ class GatedMLPOverride(Override):
             return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
-        by_liger = self.by_liger and multiplies_by_liger(mlp, x)
+        by_liger = multiplies_by_liger(mlp, x)
         if projections is None or dtype is None or not _can_be_repeated(mlp.act_fn):
             return self._call_in_parts(x, by_liger)
         out = output_dtype(x, projections[0])
@@ -92,11 +88,10 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
 
 
-def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocations: Invocations) -> list[Override]:
+def lora_overrides(backbone: nn.Module, *, fused: bool, invocations: Invocations) -> list[Override]:
     """Make the overrides of a backbone's LoRA layers and of the MLPs that contain some.
 
     If not `fused`, only overrides for activated adapters are made, also for layers that may get one later.
-    `by_liger` lets MLPs use Liger's kernels.
     """
     # Graphs cannot see that a class has another forward, so it is tested here.
     layers = [
@@ -109,7 +104,7 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocati
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, invocations) for layer in layers]
-        found += [GatedMLPOverride(mlp, by_liger=by_liger) for mlp in mlps]
+        found += [GatedMLPOverride(mlp) for mlp in mlps]
     taken = {id(override.module) for override in found}
     others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
     others = list({id(layer): layer for layer in others}.values())
@@ -118,7 +113,7 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocati
 
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
     """Describe the LoRA layers that are fused, and why others are not, one line for each case."""
-    reasons = Counter(_reason(layer) if fused else "fused_lora=False" for layer in layers)
+    reasons = Counter(_reason(layer) if fused else "fused_kernels=False" for layer in layers)
     how = {why: f"PEFT's own forward ({why})" if why else "fused, in packed calls" for why in reasons}
     return [f"{n} x LoRA: {how[why]}" for why, n in reasons.items()]
 

@@ -40,12 +40,9 @@ POLICY = "model"
 def padding_free(
     trainer: AnyTrainer,
     *,
-    backend: str = "auto",
-    fused_lora: bool = True,
-    fused_kernels: bool = True,
-    share_prefixes: bool = False,
     leave_padded: Sequence[str] | None = None,
     check_first_batch: bool = True,
+    **options: Any,
 ) -> AnyTrainer:
     """Make a trainer compute no padding, and return the same trainer.
 
@@ -62,18 +59,14 @@ def padding_free(
     Args:
         trainer (`transformers.Trainer`):
             Any TRL trainer, already constructed.
-        backend (`str`, *optional*, defaults to `"auto"`):
-            See [`patch`].
-        fused_lora (`bool`, *optional*, defaults to `True`), fused_kernels (`bool`, *optional*, defaults to `True`):
-            See [`patch`].
-        share_prefixes (`bool`, *optional*, defaults to `False`):
-            See [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain
-            `prefixes_shared`, the share of the true tokens that were computed in another row.
         leave_padded (`Sequence[str]`, *optional*):
             Names of attributes whose models stay unpatched, such as a reward model with bidirectional attention.
             Default: those of the previous call, or none.
         check_first_batch (`bool`, *optional*, defaults to `True`):
             Whether to compare the first real batch.
+        **options:
+            `backend`, `fused_kernels` and `share_prefixes` of [`patch`]. With `share_prefixes=True` the logs gain
+            `prefixes_shared`, the share of the true tokens that were computed in another row.
 
     Raises:
         [`InvalidConfig`]: if the trainer packs already, uses Liger kernels, or is no trainer with a model; if
@@ -83,10 +76,7 @@ def padding_free(
         [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
     """
     _require_trainer(trainer)
-    run_without_pads(
-        trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, backend=backend,
-        fused_lora=fused_lora, fused_kernels=fused_kernels, share_prefixes=share_prefixes,
-    )  # fmt: skip
+    run_without_pads(trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, **options)
     return trainer
 
 

@@ -23,11 +23,11 @@ _BY_BATCH = {
 
 @dataclass
 class PackedDPOConfig(PreferenceConfig, DPOConfig):
-    """Arguments of [`PackedDPOTrainer`]: all fields of TRL's `DPOConfig` and `ModelConfig`, and eight of our own.
+    """Arguments of [`PackedDPOTrainer`]: all fields of TRL's `DPOConfig` and `ModelConfig`, and seven of our own.
 
     Ours are `packing_strategy` (`"step"` or `"minibatch"`), `max_tokens_per_microbatch`, `overflow`, `check_packing`,
-    `attention_backend`, `fused_lora`, `fused_kernels` and `share_prefixes`. `padding_free=True` trains without
-    padding, while TRL 1.16 warns and pads.
+    `attention_backend`, `fused_kernels` and `share_prefixes`. `padding_free=True` trains without padding, while TRL
+    1.16 warns and pads.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.

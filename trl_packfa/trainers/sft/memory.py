@@ -121,7 +121,7 @@ def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, 
 def fuses_mlps(args: PackedSFTConfig) -> bool:
     """Tell whether a run's arguments let LoRA fuse whole gated MLPs."""
     everywhere = args.lora_target_modules in (["all-linear"], "all-linear")
-    return args.use_peft and args.fused_lora and everywhere and not args.load_in_8bit
+    return args.use_peft and args.fused_kernels and everywhere and not args.load_in_8bit
 
 
 def _logits(shape: ModelShape, tokens: int, activation: int, *, trains: bool) -> float:
