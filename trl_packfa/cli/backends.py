@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .output import add_json, print_rows
+from .output import Commands, add_json, print_rows
 
 if TYPE_CHECKING:
     from ..attention import AttentionBackend, AttentionRequest
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     text = "list the attention backends and what is missing for each on this machine"
     backends = commands.add_parser("backends", help=text)

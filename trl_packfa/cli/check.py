@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ContaminationError
 from ..versions import require_versions
-from .output import add_json, print_rows
+from .output import Commands, add_json, print_rows
 
 if TYPE_CHECKING:  # the command's help must not import torch
     from torch import nn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the command's help must not import torch
 NOT_EXACT = 3
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     check = commands.add_parser("check", help="prove that packing is exact on a model")
     check.add_argument("model", help="name or path of a causal LM, a classifier or an encoder")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from .backends import usual_request
-from .output import add_json, described, print_rows
+from .output import Commands, add_json, described, print_rows
 
 _PACKAGES = ("bitsandbytes", "flash-attn", "liger-kernel", "kernels", "triton", "mamba-ssm", "causal-conv1d",
              "flash-linear-attention", "deepspeed", "tokenizers", "numpy")  # fmt: skip
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     env = commands.add_parser("env", help="print the facts about this machine that a bug report needs")
     add_json(env)
