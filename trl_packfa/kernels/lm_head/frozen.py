@@ -39,8 +39,7 @@ _ASKED = {
 class ScoringKernels(NamedTuple):
     """TRL's kernels, each in Triton and in torch: statistics of logits, and gradients in place of logits.
 
-    They are not public in TRL (`trl/kernels/chunked_logprob.py`, TRL 1.16). If they have other arguments, TRL's own
-    head is used.
+    If the installed ones have other arguments, TRL's own head is used.
     """
 
     fold: Any
