@@ -68,7 +68,5 @@ def has_half_products(dtype: torch.dtype, device: str) -> bool:
 def _has_half_products_on_a_cpu(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
-    # oneDNN multiplies half precision on a CPU, and only oneDNN knows if the CPU has instructions for it. torch has no
-    # public function for that question.
     name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return bool(getattr(torch.ops.mkldnn, name)())

@@ -46,7 +46,7 @@ def mark_dynamic(tensors: Iterable[torch.Tensor]) -> None:
 
 def constant_in_graphs(function: Function) -> Function:
     """Let a graph call this function while it is traced and keep its result as a constant."""
-    return torch._dynamo.assume_constant_result(function)
+    return torch.compiler.assume_constant_result(function)
 
 
 def allow_graphs_of_layers(layers: int) -> AbstractContextManager[None]:

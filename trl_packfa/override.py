@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def forward_slot(module: nn.Module) -> str:
     """Return the attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
@@ -98,6 +100,11 @@ def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
     forward = vars(module).get(slot)
     owner = forward.__self__ if type(forward) is MethodType else forward
     return owner if isinstance(owner, Override) else None
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks of a module's own calls and of their backwards."""
+    return [hook for name in _HOOKS for hook in vars(module)[name].values()]
 
 
 def runs_own_forward(module: nn.Module) -> bool:

@@ -40,11 +40,11 @@ README = (ROOT / "README.md").read_text()
 
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
-    "errors", "versions", "memory", "override", "compile", "autocast", "hub_kernel", "layout", "packing", "attention",
-    "config", "parallel", "kernels", "patches", "exactness.comparison", "patching", "adapters", "data", "exactness",
-    "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base", "trainers.requirements",
-    "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers", "frameworks", "plan", "demo", "bench",
-    "cli", "__main__",
+    "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
+    "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
+    "exactness", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
+    "trainers.requirements", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
+    "frameworks", "plan", "demo", "bench", "cli", "__main__",
 ]  # fmt: skip
 # Folders that know nothing of Hugging Face's libraries.
 BARE = {"layout", "packing", "attention"}

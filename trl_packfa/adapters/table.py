@@ -122,11 +122,8 @@ def configs_of(model: nn.Module) -> dict[str, Any]:
     """Return the configs of a model's adapters by adapter name, inactive ones too, because they may become active."""
     found: dict[str, Any] = {}
     for module in model.modules():
-        # A `PeftModel` keeps the configs of prompt learning in `_peft_config`. A tuner, or a model with
-        # `add_adapter`, keeps its configs in `peft_config`.
-        for slot in ("peft_config", "_peft_config"):
-            configs = vars(module).get(slot)
-            found |= configs if isinstance(configs, dict) else {}
+        configs = getattr(module, "peft_config", None)  # of PEFT's models and of models with `add_adapter`
+        found |= configs if isinstance(configs, dict) else {}
     return found
 
 

@@ -42,7 +42,7 @@ def has_two_halves(query: torch.Tensor, value: torch.Tensor, dtype: torch.dtype)
         query.device.type == "cpu"
         and dtype in HALF
         and query.shape[-1] == value.shape[-1]
-        # The kernels are private to torch. If they are missing, torch's public function is used.
+        # Without these kernels torch's public function is used.
         and all(hasattr(torch.ops.aten, name) for name in (_KERNEL, f"{_KERNEL}_backward"))
     )
 

@@ -37,10 +37,10 @@ def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.Ar
     for command in COMMANDS:
         name = name_of(command)
         if name in OWN_PARSERS:
-            commands.add_parser(name, help=f"{command.HELP} (see: trl-packfa {name} --help)", add_help=False)
+            flags = [train] if name == "train" and train is not None else []
+            told = f"{command.HELP} (see: trl-packfa {name} --help)"
+            commands.add_parser(name, help=told, parents=flags, add_help=False)
         else:
             command.add(commands)
     commands.choices["completion"].set_defaults(build_parser=build_parser)
-    if train is not None:
-        commands.choices["train"]._actions[:] = train._actions
     return parser

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.options import PatchOptions
 from ..errors import ContaminationError
 from ..versions import require_versions
-from .output import add_json, print_rows
+from .output import Commands, add_json, print_rows
 
 if TYPE_CHECKING:  # the command's help must not import torch
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the command's help must not import torch
 NOT_EXACT = 3
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     check = commands.add_parser("check", help="prove that packing is exact on a model")
     check.add_argument("model", help="name or path of a causal LM, a classifier or an encoder")

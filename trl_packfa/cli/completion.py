@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from ..errors import VersionTooOld
+from .output import Commands
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     completion = commands.add_parser("completion", help="print a completion script for your shell")
     completion.add_argument("shell", choices=["bash", "zsh", "fish"])

@@ -7,9 +7,10 @@ from dataclasses import fields
 
 from ..demo import DemoOptions
 from ..versions import require_versions
+from .output import Commands
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     demo = commands.add_parser("demo", help="packed QLoRA fine-tune with proof, on a CPU, without downloads")
     for option in fields(DemoOptions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .output import add_json, described, print_rows
+from .output import Commands, add_json, described, print_rows
 
 if TYPE_CHECKING:
     from ..attention import AttentionBackend, AttentionRequest
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _ASKED = ("head_dim", "value_dim", "sliding_window", "softcap", "sinks")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     text = "print the facts about this machine that a bug report needs, and what each attention backend lacks here"
     env = commands.add_parser("env", help=text)

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 
 from ..versions import require_versions
+from .output import Commands
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     merge = commands.add_parser("merge", help="merge a trained adapter into its base model and save the result")
     merge.add_argument("adapter", help="folder or Hub name of the adapter")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..versions import installed_version
-from .output import add_json, described, print_rows
+from .output import Commands, add_json, described, print_rows
 
 # Heads of the encoders, and their words.
 HEADS = {
@@ -21,7 +21,7 @@ HEADS = {
 Row = dict[str, str]
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     text = "list every causal-LM type of transformers with the measured result of packing"
     models = commands.add_parser("models", help=text)

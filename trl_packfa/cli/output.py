@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from ..terminal import print_table
+
+Commands: TypeAlias = "argparse._SubParsersAction"  # what `add_subparsers` returns
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from .. import recipes
 from ..errors import InvalidConfig
-from .output import add_json, print_rows
+from .output import Commands, add_json, print_rows
 
 _FOLDER = Path(recipes.__file__).parent
 _KINDS = (".yaml", ".py")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: Commands) -> None:
     """Declare the command."""
     recipes = commands.add_parser("recipes", help="list the recipes, or copy one to change it")
     add_json(recipes)

@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 
 # Values at pads, by the key of a batch; 0 for all others.
 _PADS = {"labels": -100}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -347,5 +348,5 @@ def why_images_stay(model: nn.Module, neftune_noise_alpha: float | None) -> str:
     """Return why other micro-batches of images would train another loss; `""` if they train the same."""
     if neftune_noise_alpha is not None:
         return "NEFTune's noise depends on the padded row, and the model embeds padded rows"
-    norm = next((name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), "")
+    norm = next((name for name, m in model.named_modules() if isinstance(m, _BATCH_NORMS)), "")
     return f"'{norm}' is a batch norm, which depends on all images of a micro-batch" if norm else ""

@@ -252,7 +252,7 @@ def run_batch(trainer: Any, batch: Any, model: Any, run: Callable[[Any], torch.T
     for micro_batch in micro_batches_of(batch):
         waits = micro_batch is not batch
         # accelerate clips and steps only if it is on.
-        accelerator.gradient_state._set_sync_gradients(steps and not waits)
+        accelerator.sync_gradients = steps and not waits
         # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
         # DeepSpeed's engine itself reduces and steps at the end of a step.
         with accelerator.no_sync(model) if waits and not trainer.is_deepspeed_enabled else nullcontext():

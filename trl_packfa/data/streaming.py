@@ -155,10 +155,9 @@ class PackedStream(TorchIterableDataset):
 
 
 def _with_own_epoch(source: IterableDataset) -> IterableDataset:
-    """Copy a stream and give the copy an epoch of its own.
+    """Copy a stream and give the copy an epoch of its own, which other loader workers do not share.
 
-    `datasets` keeps the epoch in memory that all loader workers share. If one worker moved it on, another would start
-    its shards anew: documents were left out or seen twice, by chance.
+    If one worker moved a shared one on, another would start its shards anew: documents were left out or seen twice.
     """
     source = copy.copy(source)
     if isinstance(getattr(source, "_epoch", None), torch.Tensor):
@@ -296,7 +295,7 @@ def as_it_is(batch: Any) -> Any:
 def resumes_by_state(source: IterableDataset) -> bool:
     """Tell whether a stream can resume from its own state, which does not hold the contents of a shuffle buffer.
 
-    `datasets` does not say which streams have one, so the parts of the stream are inspected; an unseen part counts.
+    The parts of the stream are inspected; an unseen part counts.
     """
     parts = [getattr(source, "_ex_iterable", None)]
     while parts:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..override import attributes_set
+from ..override import attributes_set, hooks_of
 from ..parallel.zero3 import is_partitioned, whole_size
 from ..patching.apply import PatchState
 from .subject import Subject
@@ -91,8 +91,7 @@ def _facts(layer: nn.Module, windows: dict[int, int | None]) -> Iterable[tuple[t
     for name, module in layer.named_modules():
         yield (name, "class"), type(module).__qualname__
         yield (name, "forward"), _code(vars(module).get("forward"))
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        yield (name, "hooks"), [_code(hook) for hook in hooks]
+        yield (name, "hooks"), [_code(hook) for hook in hooks_of(module)]
         yield (name, "window"), windows.get(id(module))
         for key, value in vars(module).items():
             if isinstance(value, _PLAIN):

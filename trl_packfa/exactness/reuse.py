@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import figure
-from ..override import override_in
+from ..override import hooks_of, override_in
 from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
@@ -131,8 +131,7 @@ def _settings(module: nn.Module) -> list[str]:
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
     again = vars(module).get("gradient_checkpointing", False)
     how = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {}) if again else ""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
-    told = [f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in hooks]
+    told = [f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in hooks_of(module)]
     # transformers' own come with activation checkpointing, which is told above.
     return [*chosen, str(again), str(how), *(hook for hook in told if not hook.startswith("transformers."))]
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config.common import CommonConfig
 from ..errors import InvalidConfig, InvalidDataset, PackingError
 
-# The dimension of accelerate's mesh whose ranks get the same batches. accelerate has no other name for it.
+# The dimension of accelerate's mesh whose ranks get the same batches.
 _SAME_BATCHES = "tp"
 
 

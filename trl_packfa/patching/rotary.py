@@ -73,7 +73,7 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
     # Copies of the buffers, which some modules update in place, and the frequencies that are attributes.
     kept = [
         (
-            {name: None if value is None else value.clone() for name, value in module._buffers.items()},
+            {name: value.clone() for name, value in module.named_buffers(recurse=False, remove_duplicate=False)},
             {name: x for name, x in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))},
         )
         for module in rotary
@@ -85,7 +85,8 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, (buffers, values) in zip(rotary, kept, strict=True):
-            module._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer)
             vars(module).update(values)
 
 

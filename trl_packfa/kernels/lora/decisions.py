@@ -92,7 +92,7 @@ class Decision:
     def _watch_adapter(self, module: Any) -> None:
         name = next(name for name in module.active_adapters if name in module.lora_A)
         self._watch(vars(module), *_STATES)
-        self._active, self._merged = module._active_adapter, module.merged_adapters
+        self._active, self._merged = module.active_adapter, module.merged_adapters
         self._active_then = self._active if isinstance(self._active, str) else list(self._active)
         self._watch(module._modules, "base_layer", "lora_A", "lora_B", "lora_dropout")
         self._watch(module.lora_A._modules, *module.active_adapters)

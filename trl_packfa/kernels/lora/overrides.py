@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_call
-from ...override import Override, computes_as, has_library_forward, override_in, runs_own_forward
+from ...override import Override, computes_as, forward_slot, has_library_forward, override_in, runs_own_forward
 from ..liger import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
@@ -27,7 +27,7 @@ from .products import ProjectTogether, gated_mlp
 from .projections import Projection, compute_dtype, factors_of, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
-# Hooks that torch calls for every module. torch 2.7 has no function that tells whether there are any.
+# Hooks that torch calls for every module.
 _HOOKS_OF_EVERY_MODULE = (
     torch_modules._global_forward_hooks,
     torch_modules._global_forward_pre_hooks,
@@ -97,7 +97,7 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, invocations: Invocations
     layers = [
         module
         for module in backbone.modules()
-        if is_adapted(module) and "_hf_hook" not in vars(module) and has_library_forward(module)
+        if is_adapted(module) and forward_slot(module) == "forward" and has_library_forward(module)
     ]
     # Many architectures have Llama's MLP.
     mlps = [m for m in backbone.modules() if computes_as(m, LlamaMLP.forward) and adapted_layers(m)]

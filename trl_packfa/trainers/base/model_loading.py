@@ -38,7 +38,7 @@ READ_DIRECTLY: dict[str, tuple[str, ...]] = {
 
 def output_dir(model: str | PreTrainedModel | PeftModel, method: str = "SFT") -> str:
     """Return TRL's default output directory for a model that is trained by a method (`"SFT"`, `"DPO"` ...)."""
-    name = model if isinstance(model, str) else model.config._name_or_path
+    name = model if isinstance(model, str) else model.config.name_or_path or ""
     return f"{name.rstrip('/').split('/')[-1] or 'model'}-{method}"
 
 

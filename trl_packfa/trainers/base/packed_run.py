@@ -300,7 +300,7 @@ class PackedRun(Base):
         card(*args, **kwargs)
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
-            base = inspect.model_config(self.model)._name_or_path
+            base = inspect.model_config(self.model).name_or_path or ""
             text = name_base(path.read_text(encoding="utf-8"), base, run=path.parent.name)
             section = self._card_section() if self._packs else None
             path.write_text(add_section(text, section) if section else text, encoding="utf-8")

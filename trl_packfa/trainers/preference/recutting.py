@@ -8,7 +8,6 @@ Shape letters: B rows of a batch, L row length, n tokens of a row.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -91,15 +90,15 @@ class RecutSteps(PackedRun):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
-        alone = copy.copy(self.accelerator)  # ranks have different numbers of pairs here, so it gathers nothing
-        alone.gather = alone.gather_for_metrics = lambda tensor, *_, **__: tensor
+        gathers_nothing = dict.fromkeys(("gather", "gather_for_metrics"), lambda tensor, *_, **__: tensor)
         uncounted = {
-            "accelerator": alone,
             "_metrics": {mode: defaultdict(list) for mode in self._metrics},
             "_total_train_tokens": self._total_train_tokens,
         }
         # What TRL's loss counts is discarded: it is counted later, on padded micro-batches.
-        with set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
+        # Ranks have different numbers of pairs here.
+        alone = set_inside(self.accelerator, **gathers_nothing)
+        with alone, set_inside(self, **uncounted, **_REFERENCES_IN_BATCH):
             loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, part)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 # Parts of the names of attention operators: torch's SDPA, torch's `varlen_attn`, flash-attn, and ours in graphs.
-_ATTENTION = ("_scaled_dot_product", "_varlen_attn", "flash_attn", "trl_packfa.attend")
+_ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attn", "trl_packfa.attend")
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
