@@ -11,9 +11,9 @@ from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
 from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
+from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
-from trl_packfa.exactness.comparison import TOLERANCES
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead, LogProbs
 from trl_packfa.layout.call_context import find_layout
 from trl_packfa.patching.apply import unpadding_of

@@ -17,10 +17,10 @@ from trl import SFTTrainer
 
 import trl_packfa
 from trl_packfa import PackedSFTConfig, padding_free
+from trl_packfa.comparison import Comparison
 from trl_packfa.config.requirements import require
 from trl_packfa.data.steps import StepSampler
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
-from trl_packfa.exactness import Comparison
 from trl_packfa.parallel.ranks import RowGroups, refuse_short_rows, share_rows
 from trl_packfa.parallel.trainer import ShardedRowsTrainer
 from trl_packfa.trainers.requirements.built import PATCHED

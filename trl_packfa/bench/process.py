@@ -19,9 +19,9 @@ from torch.profiler import profile
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ..exactness import Comparison, vocabulary_of
+from ..comparison import TOLERANCES, Comparison
+from ..exactness import vocabulary_of
 from ..exactness.compare import largest, share
-from ..exactness.comparison import TOLERANCES
 from ..exactness.subject import rounding_dtype
 from .arguments import read_arguments
 from .environment import ALLOCATOR, large_heap

@@ -20,6 +20,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 
+from ..comparison import Comparison
 from ..packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
 from ..patching.inspect import inner_model, text_decoder
 from .collating import CountingCollator
@@ -112,7 +113,6 @@ class Merging:
 
     def __call__(self, examples: Sequence[Processed]) -> dict[str, Any]:
         """Return the processor's batch of these examples."""
-        from ..exactness.comparison import Comparison  # its room imports this one
 
         if len(examples) == 1:
             return dict(examples[0].batch)

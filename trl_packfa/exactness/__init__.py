@@ -5,7 +5,6 @@ It measures a few documents, short and long, and gives a number for each measure
 boundaries removed, the same measurement must show a leak, or it proves nothing.
 """
 
-from .comparison import Comparison as Comparison
 from .first_batch import check_batch as check_batch
 from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of

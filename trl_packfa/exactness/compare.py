@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from .comparison import NOISE_FACTOR, TOLERANCES, Comparison
+from ..comparison import NOISE_FACTOR, TOLERANCES, Comparison
 from .following import Key
 
 # Very small tokens and gradients are compared with this share of the usual size instead of their own.

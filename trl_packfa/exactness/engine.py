@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..comparison import TOLERANCES, Comparison, nearest
 from .compare import (
     Differences,
     judged,
@@ -26,7 +27,6 @@ from .compare import (
     relative_logits,
     routed_difference,
 )
-from .comparison import TOLERANCES, Comparison, nearest
 from .following import Key, Run
 from .probe import dtype_of
 from .rounding import last_places_off

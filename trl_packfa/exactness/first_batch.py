@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from ..comparison import TOLERANCES, Comparison, nearest
 from ..compile import uncompiled
 from ..layout import PackedLayout
 from ..layout.call_context import BOUNDARIES
@@ -35,7 +36,6 @@ from ..patching.apply import unpadding_of
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from .compare import nan_as_inf, relative_difference
-from .comparison import TOLERANCES, Comparison, nearest
 from .first_padded_batch import check_padded_call
 from .quiet import quiet
 from .rounding import last_places_off

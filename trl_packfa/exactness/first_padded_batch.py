@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comparison import TOLERANCES, Comparison, nearest
 from ..layout.padded_rows import PaddedRows
 from ..override import set_inside
 from ..parallel.zero3 import is_partitioned
@@ -23,7 +24,6 @@ from ..patching.handed_masks import handed_masks
 from ..patching.inspect import inner_model
 from ..patching.unpadding import states_of
 from .compare import relative_difference
-from .comparison import TOLERANCES, Comparison, nearest
 from .quiet import quiet
 from .rounding import last_places_off
 from .subject import compute_dtype

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..comparison import TOLERANCES, nearest
 from .compare import Differences, judged_layers, largest, relative_difference, share
-from .comparison import TOLERANCES, nearest
 from .documents import Documents, alternating, losses, replacements
 from .engine import layer_differences
 from .following import Key, Result, Run, Trace

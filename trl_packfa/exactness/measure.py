@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comparison import TOLERANCES, VISIBLE, Comparison
 from ..compile import runs_compiled, uncompiled
 from ..data.collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
@@ -24,7 +25,6 @@ from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import NAME, named_state, runs_by_name
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
-from .comparison import TOLERANCES, VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import (
     LONG_ROWS,

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..comparison import KINDS, VISIBLE, Comparison
 from ..errors import ContaminationError
 from ..patches.measured import results
-from .comparison import KINDS, VISIBLE, Comparison
 
 _NEW_MODEL = (
     "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_ with std=1e-3) "

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comparison import Comparison
 from ..errors import figure
 from ..override import hooks_of, override_in
 from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
 from ..versions import MINIMUM_VERSIONS, installed_version
-from .comparison import Comparison
 from .report import ExactnessReport
 from .subject import device_of
 

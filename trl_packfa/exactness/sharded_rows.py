@@ -15,13 +15,13 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comparison import Comparison
 from ..compile import uncompiled
 from ..layout.shard import RowShard
 from ..parallel.sequence_parallel import ShardedRowModel
 from ..parallel.zero3 import gradients_taken
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
-from .comparison import Comparison
 from .documents import draw_documents, known_tokens
 from .engine import compare
 from .first_batch import trained_outputs

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comparison import VISIBLE, Comparison
 from ..compile import uncompiled
 from ..errors import UnsupportedModel
 from ..layout.prefix_tree import SHORTEST
@@ -29,7 +30,6 @@ from ..parallel.zero3 import gradients_taken
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from .compare import relative_difference
-from .comparison import VISIBLE, Comparison
 from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
 from .engine import Compared, compare

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
+from ..comparison import TOLERANCES, Comparison
 from ..compile import outside_of_graphs
 from ..kernels.random_states import devices_of, random_states_kept
 from ..layout import PackedLayout
@@ -163,8 +164,6 @@ class MixerOverride(NamedOverride):
 
         Return `()` if none does, `None` if this call cannot show it.
         """
-        from ..exactness.comparison import TOLERANCES, Comparison  # its room imports this one
-
         # A trial must not change the random numbers that training draws after it.
         with random_states_kept(devices_of(self.module)):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()

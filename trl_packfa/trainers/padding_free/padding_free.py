@@ -15,11 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...api import patch, patched, unpatch
+from ...comparison import Comparison
 from ...config.arguments import FLOAT8, WITHOUT_PADS
 from ...config.requirements import Run, require
 from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
-from ...exactness import Comparison
 from ...exactness.first_padded_batch import check_padded_call
 from ...layout.padded_rows import PaddedRows
 from ...patching.apply import all_or_none, find_state, unpadding_of

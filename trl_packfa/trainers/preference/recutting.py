@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from ...comparison import Comparison
 from ...data.steps import Plan, run_batch
-from ...exactness import Comparison
 from ...layout.padded_rows import rows_of, tell_rows
 from ...override import set_inside
 from ..base.packed_run import PackedRun

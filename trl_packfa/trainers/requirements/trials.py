@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ...comparison import Comparison
 from ...errors import PackingError
-from ...exactness import Comparison
 from ...layout.from_call import layout_of
 
 

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from ...comparison import Comparison
 from ...compile import uncompiled
 from ...config.sft import PackedSFTConfig
 from ...data.collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
 from ...data.steps import micro_batches_of
 from ...errors import UnsupportedModel
 from ...exactness import (
-    Comparison,
     ExactnessReport,
     check,
     check_batch,

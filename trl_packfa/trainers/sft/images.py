@@ -19,6 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from ...comparison import TOLERANCES, Comparison
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.batching import FREE
@@ -27,9 +28,8 @@ from ...data.image_examples import OwnCutter, Processed, why_images_stay
 from ...data.image_rows import Example
 from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import StepPart, batches_of_step
-from ...exactness import Comparison, quiet
+from ...exactness import quiet
 from ...exactness.compare import relative_difference
-from ...exactness.comparison import TOLERANCES
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
 from ...packing import STEP

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from ...autocast import autocast_dtype
+from ...comparison import TOLERANCES, Comparison
 from ...config.sft import PackedSFTConfig
 from ...errors import UnsupportedModel
-from ...exactness import Comparison, quiet, vocabulary_of
-from ...exactness.comparison import TOLERANCES
+from ...exactness import quiet, vocabulary_of
 from ...exactness.subject import rounding_dtype
 from ...kernels.lm_head.chunked import ChunkedHead, Head
 from ...patching import router_loss

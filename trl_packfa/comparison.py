@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ContaminationError
+from .errors import ContaminationError
 
 # A control must differ by more than this. Else the model mixes no tokens, and a comparison has no power.
 VISIBLE = 1e-4
