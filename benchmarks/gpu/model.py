@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode):
             flops = 4 * self._pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1)
         elif "dequantize" in name:
             kind = "dequantize"
-        given = (args[1:] if name in _WRITES_ONLY else args, {k: v for k, v in kwargs.items() if k != "out"})
+        writes_only = name in _WRITES_ONLY or kwargs.get("beta") == 0
+        given = (args[1:] if writes_only else args, {k: v for k, v in kwargs.items() if k != "out"})
         self.add(kind, flops, (given, result))
 
     def add(self, kind: str, flops: float, moved: Any) -> None:
@@ -274,6 +275,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         for module in (liger, projections):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
         patched.setattr(layers, "_is_cpu", lambda device: False)
+        patched.setattr(layers, "_makes_float32", lambda device: True)
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
