@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode):
             flops = 4 * self._pairs * query.shape[1] * query.shape[2] * (2.5 if name.endswith("backward") else 1)
         elif "dequantize" in name:
             kind = "dequantize"
-        given = (args[1:] if name in _WRITES_ONLY else args, {k: v for k, v in kwargs.items() if k != "out"})
+        writes_only = name in _WRITES_ONLY or kwargs.get("beta") == 0
+        given = (args[1:] if writes_only else args, {k: v for k, v in kwargs.items() if k != "out"})
         # Of the table only the elements at the index are read or written, as many as there are in the index.
         self.add(kind, flops, (args[2:], args[2:]) if packet in _AT_INDEX else (given, result))
 
@@ -277,6 +278,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
             patched.setattr(module, "is_plain", lambda tensor: True)
         for module in (layers, chunked):
             patched.setattr(module, "_is_cpu", lambda device: False)
+        patched.setattr(layers, "_makes_float32", lambda device: True)
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)

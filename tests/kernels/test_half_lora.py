@@ -9,10 +9,11 @@ import tiny
 import torch
 from calls import watched
 from test_fused_lora import adapted, assert_like_peft, by_peft, oracle, run
-from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, assert_no_worse
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, assert_no_worse, differs
+from torch._subclasses import FakeTensorMode
 
 from trl_packfa import PackedLayout, check, patch
-from trl_packfa.kernels.lora import projections
+from trl_packfa.kernels.lora import layers, projections
 from trl_packfa.kernels.lora.layers import Layers
 from trl_packfa.layout.call_context import packed_call
 
@@ -90,6 +91,42 @@ def test_half_precision_is_multiplied_in_half_precision(half_products, monkeypat
     exact = oracle(model)[1]
     for name, grad in ours.items():
         assert_low_precision(grad, peft[name], exact[name], factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("half_products", [True], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_backward_multiplies_with_lora_A_only_what_the_forward_merged(half_products, dtype, monkeypatch):
+    """In half precision it has the forward's products. The control is float32, whose forward has none."""
+    model, made = adapted(base=tiny.model(layers=2).to(dtype)), watched(monkeypatch, Layers, "_inner")
+    model = patch(model)
+    loss = model(**tiny.batch(tiny.documents())).logits.sin().sum()
+    forward = len(made)
+    loss.backward()
+    assert (forward, len(made) - forward) == ((8, 0) if dtype == torch.bfloat16 else (0, 8))
+
+
+@pytest.mark.parametrize("half_products", [True], indirect=True)
+def test_layers_of_one_input_with_other_ranks_and_scalings_are_each_scaled_alone(half_products):
+    """The control has the same factors, and one scaling for all layers."""
+    other = {"rank_pattern": {"v_proj": 3, "gate_proj": 8}}
+    scaled, alike = ({**other, "alpha_pattern": alpha} for alpha in ({"k_proj": 48, "gate_proj": 2}, {}))
+    model = adapted(base=tiny.model(layers=2).bfloat16(), **scaled)
+    assert_half_precision(model)
+    assert differs(
+        run(adapted(base=tiny.model(layers=2).bfloat16(), **alike), fused=True)[0], run(model, fused=True)[0]
+    )
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_gradients_of_float32_adapters_are_multiplied_into_float32_where_a_device_can(wide, monkeypatch):
+    """On tensors without data, because a CPU cannot."""
+    monkeypatch.setattr(layers, "_makes_float32", lambda device: True)
+    with FakeTensorMode():
+        a, b = torch.empty(7, 3, dtype=torch.bfloat16), torch.empty(7, 5, dtype=torch.bfloat16)
+        one = layers._add_up(None, a, b, wide=wide)
+        two = layers._add_up(one, a, b, wide=wide)
+    assert one.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert two.dtype == torch.float32 and two.shape == (3, 5), "sums of several chunks"
 
 
 def test_bfloat16_factors_of_float32_products(half_products):

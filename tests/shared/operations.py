@@ -89,4 +89,6 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if packet in _CPU_ATTENTION:
         operands, count = _CPU_ATTENTION[packet]
         return count(*(tensor.shape for tensor in args[:operands]))
+    # torch's table has no operators that work in place (`addmm_`); they compute the same.
+    packet = getattr(_aten, func._schema.name.removeprefix("aten::").rstrip("_"), packet)
     return flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0

@@ -49,7 +49,8 @@ def _project(x_TD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
     *layers, dtype, dtype_out = inputs
     projections = _projections(*layers)
     with torch.autocast(x_TD.device.type, enabled=False):
-        return list(project_forward(x_TD, projections, dtype, [dtype_out] * len(projections)))
+        outs, _ = project_forward(x_TD, projections, dtype, [dtype_out] * len(projections))
+    return list(outs)
 
 
 @torch.library.impl("trl_packfa::project_together_backward", "default")

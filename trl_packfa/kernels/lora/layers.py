@@ -10,8 +10,9 @@ Shape letters: T tokens, D input features, O output features, R rank (of all lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -53,148 +54,173 @@ def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
 
 
-def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Compute `total += a.T @ b` for a narrow `a`.
+def _makes_float32(device: torch.device) -> bool:
+    """Tell whether a device multiplies half precision into float32: CUDA does, from torch 2.8 on."""
+    return device.type == "cuda" and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()
 
-    Totals of half-precision products are float32. On a CPU a transposed copy of `a` is faster for these.
+
+def _add_up(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """Return `total + a.T @ b`; `None` is zero. Sums of half-precision products are float32.
+
+    `wide` asks for one product in float32 too, where the device makes it.
     """
-    if total.dtype == a.dtype:
-        total.addmm_(a.T, b)
+    half = a.dtype in HALF
+    if half and wide and _makes_float32(a.device):
+        product = torch.mm(a.T, b, out_dtype=torch.float32)
     else:
-        total += (a.T.contiguous() if _is_cpu(a.device) else a.T) @ b
+        # On a CPU a transposed copy of a narrow `a` is faster in half precision.
+        product = (a.T.contiguous() if half and _is_cpu(a.device) else a.T) @ b
+    if total is None:
+        return product
+    return (total.float() if half else total).add_(product)
+
+
+def _linear(
+    x_TD: torch.Tensor, weight_OD: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(x_TD, weight_OD.T, out=out)
+    return torch.addmm(bias, x_TD, weight_OD.T, out=out)
+
+
+class _Adapter(NamedTuple):
+    """The adapter of one layer, or of the first of several that are multiplied together."""
+
+    layer: int
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
+    B: torch.Tensor  # in the dtype of the products
+    ranks: slice  # among all ranks R
+    mask: torch.Tensor | None  # of the whole input `(T, D)`
+    scaling: float
+
+    def input(self, x_TD: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the adapter sees of a chunk, and the chunk's mask."""
+        mask = None if self.mask is None else self.mask[start : start + len(x_TD)]
+        return x_TD if mask is None else x_TD * mask, mask
 
 
 class Layers:
     """Layers with one input in a forward or a backward, and the gradients of their adapters.
 
-    `masks` are the dropout masks `(T, D)` of the whole input. Chunks begin at token `start` of it.
+    `masks` are the dropout masks `(T, D)` of the whole input. Chunks begin at token `start` of it. A forward that adds
+    the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward takes it from there,
+    or computes it again.
     """
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, masks: Masks) -> None:
-        self.projections, self.dtype = projections, dtype
-        self.adapted = [number for number, p in enumerate(projections) if p.lora_A is not None]
-        self.adds = bool(self.adapted) and (dtype in HALF or any(p.dropout for p in projections))
+    def __init__(
+        self, projections: Sequence[Projection], dtype: torch.dtype, masks: Masks, inners: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.dtype, self.inners = dtype, list(inners)
+        self.adapters: list[_Adapter] = []
+        first = 0
+        for number, p in enumerate(projections):
+            if p.lora_A is None or p.lora_B is None:
+                continue
+            ranks, mask = slice(first, first + len(p.lora_A)), masks[number] if p.draws else None
+            # Masks only select. Division by the share that they keep is part of the scaling.
+            scaling = p.scaling / (1 - p.dropout) if p.draws else p.scaling
+            self.adapters.append(_Adapter(number, p.lora_A, p.lora_B, p.lora_B.to(dtype), ranks, mask, scaling))
+            first = ranks.stop
+        self.adds = bool(self.adapters) and (dtype in HALF or any(p.dropout for p in projections))
         self.weights = [p.base(dtype) if self.adds else _merge(p, dtype) for p in projections]
         self.biases = [None if p.bias is None else p.bias.to(dtype) for p in projections]
-        self.Bs = [projections[number].lora_B.to(dtype) for number in self.adapted]  # type: ignore[union-attr]
-        # One for each adapted layer, or none at all.
-        self.masks = [masks[number] for number in self.adapted] if any(p.draws for p in projections) else []
-        # Masks only select. Division by the share that they keep is part of the scaling.
-        self.scalings = [p.scaling / (1 - p.dropout) if p.draws else p.scaling for p in projections]
+        alike = len({(id(adapter.mask), adapter.scaling) for adapter in self.adapters}) == 1
+        self._groups = [self.adapters[0]._replace(ranks=slice(0, first))] if alike else self.adapters
+        self._wide = any(torch.float32 in (adapter.lora_A.dtype, adapter.lora_B.dtype) for adapter in self.adapters)
+        self._grad_As: dict[int, torch.Tensor] = {}
+        self._grad_Bs: dict[int, torch.Tensor] = {}  # `(R, O)` on a CPU, else `(O, R)`
 
     @cached_property
     def As_RD(self) -> torch.Tensor:
         """`lora_A` of all adapted layers, `(R, D)`. Merged layers need it for gradients only."""
-        return torch.cat([self.projections[number].lora_A.to(self.dtype) for number in self.adapted])  # type: ignore[union-attr]
+        As = [adapter.lora_A for adapter in self.adapters]
+        return (As[0] if len(As) == 1 else torch.cat(As)).to(self.dtype)
 
-    def _by_layer(self, inner_TR: torch.Tensor, dim: int = 1) -> Sequence[torch.Tensor]:
-        """Split `(T, R)` into the ranks of each adapted layer."""
-        return inner_TR.split([B.shape[1] for B in self.Bs], dim=dim)
-
-    def _masks_of(self, x_TD: torch.Tensor, start: int) -> Masks:
-        """Return the part of each mask that belongs to a chunk."""
-        return [None if mask is None else mask[start : start + len(x_TD)] for mask in self.masks]
-
-    def _inner(self, x_TD: torch.Tensor, start: int) -> Iterable[torch.Tensor]:
-        """Return the product `(T, R)` of each adapter's input with its `lora_A`."""
-        if not self.masks:
-            return self._by_layer(x_TD @ self.As_RD.T)
-        masks = zip(self._masks_of(x_TD, start), self._by_layer(self.As_RD, dim=0), strict=True)
-        return ((x_TD if mask is None else x_TD * mask) @ A_RD.T for mask, A_RD in masks)
+    def _inner(self, x_TD: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the scaled product `(T, R)` of the adapters' inputs with `lora_A`."""
+        inner_TR = x_TD.new_empty(len(x_TD), len(self.As_RD))
+        for group in self._groups:
+            kept_TD, _ = group.input(x_TD, start)
+            inner_TR[:, group.ranks].addmm_(kept_TD, self.As_RD[group.ranks].T, beta=0, alpha=group.scaling)
+        return inner_TR
 
     def apply(self, x_TD: torch.Tensor, outs: Sequence[torch.Tensor], start: int) -> list[torch.Tensor]:
         """Write the outputs `(T, O)` of a chunk to `outs`. Return them in the widest dtype of their computation."""
         x_TD = x_TD.to(self.dtype)
-        results = []
-        for weight, bias, out in zip(self.weights, self.biases, outs, strict=True):
-            into = out if out.dtype == self.dtype else None
-            product = (
-                torch.mm(x_TD, weight.T, out=into) if bias is None else torch.addmm(bias, x_TD, weight.T, out=into)
-            )
-            results.append(product)
-        # bitsandbytes converts its half-precision product to the input's float32, and PEFT adds the update to that. In
-        # half precision the small update of a new adapter would be rounded away.
-        for number, out in enumerate(outs):
-            if out.dtype.itemsize > self.dtype.itemsize:
-                results[number] = out.copy_(results[number])
+        updates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if self.adds:
-            for number, B, inner in zip(self.adapted, self.Bs, self._inner(x_TD, start), strict=True):
-                result, scaling = results[number], self.scalings[number]
-                if result.dtype == self.dtype:
-                    result.addmm_(inner, B.T, alpha=scaling)
-                else:
-                    result.add_(inner @ B.T, alpha=scaling)
-        for result, out in zip(results, outs, strict=True):
+            inner_TR = self._inner(x_TD, start)
+            self.inners.append(inner_TR)
+            updates = {adapter.layer: (inner_TR[:, adapter.ranks], adapter.B) for adapter in self.adapters}
+        results = []
+        for number, (weight, bias, out) in enumerate(zip(self.weights, self.biases, outs, strict=True)):
+            update, into = updates.get(number), out if out.dtype == self.dtype else None
+            if out.dtype.itemsize > self.dtype.itemsize:
+                # bitsandbytes converts its half-precision product to the input's float32, and PEFT adds the update to
+                # that. In half precision the small update of a new adapter would be rounded away.
+                result = out.copy_(_linear(x_TD, weight, bias, None))
+                if update is not None:
+                    result.add_(_linear(*update, None, None))
+            elif update is None:
+                result = _linear(x_TD, weight, bias, into)
+            else:
+                # The base product is added to the update, not the update to it: a large product hides the reading.
+                result = _linear(*update, bias, into).addmm_(x_TD, weight.T)
             if result is not out:
                 out.copy_(result)
+            results.append(result)
         return results
-
-    def start_backward(self) -> None:
-        """Allocate the adapters' gradients."""
-        if not self.adapted:
-            return
-        total = torch.float32 if self.dtype in HALF else self.dtype
-        self.grad_As = torch.zeros_like(self.As_RD, dtype=total)
-        # Transposed, because products with the wide dimension last are faster.
-        self.grad_Bs_RO = [torch.zeros_like(B.T, dtype=total, memory_format=torch.contiguous_format) for B in self.Bs]
 
     def backward(
         self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int
     ) -> None:
         """Add a chunk to the gradients of the adapters. Write the gradient of the input to `out` if it is given."""
         x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
-        grad_x = None
-        if out is not None:
-            grad_x = torch.mm(grads[0], self.weights[0], out=out if out.dtype == self.dtype else None)
-            for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
-        if self.masks:
-            self._dropped_backward(x_TD, grads, grad_x, start)
-        elif self.adapted:
-            self._adapters_backward(x_TD, grads, grad_x)
-        if out is not None and grad_x is not None and grad_x is not out:
+        grad_x = None if out is None else out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
+        begun = bool(self.adapters) and self._adapters_backward(x_TD, grads, grad_x, start)
+        if out is None or grad_x is None:
+            return
+        for number, (grad, weight) in enumerate(zip(grads, self.weights, strict=True)):
+            grad_x.addmm_(grad, weight, beta=int(begun or number > 0))
+        if grad_x is not out:
             out.copy_(grad_x)
 
     def _adapters_backward(
-        self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], grad_x: torch.Tensor | None
-    ) -> None:
-        outer = []
-        inners = self._by_layer(x_TD @ self.As_RD.T)
-        for number, B, inner, grad_B_RO in zip(self.adapted, self.Bs, inners, self.grad_Bs_RO, strict=True):
-            outer.append((grads[number] @ B).mul_(self.scalings[number]))
-            _add_up(grad_B_RO, inner, grads[number])
-        outer_TR = torch.cat(outer, dim=1)
-        _add_up(self.grad_As, outer_TR, x_TD)
-        if self.adds and grad_x is not None:
-            grad_x.addmm_(outer_TR, self.As_RD)
-
-    def _dropped_backward(
         self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], grad_x: torch.Tensor | None, start: int
-    ) -> None:
-        """Do the same with an input of its own for each adapter."""
-        As, grad_As = self._by_layer(self.As_RD, dim=0), self._by_layer(self.grad_As, dim=0)
-        layers = zip(self.adapted, self._masks_of(x_TD, start), As, self.Bs, grad_As, self.grad_Bs_RO, strict=True)
-        for number, mask, A_RD, B, grad_A, grad_B_RO in layers:
-            kept_TD = x_TD if mask is None else x_TD * mask
-            outer_TR = (grads[number] @ B).mul_(self.scalings[number])
-            _add_up(grad_B_RO, kept_TD @ A_RD.T, grads[number])
-            _add_up(grad_A, outer_TR, kept_TD)
-            if grad_x is None:
+    ) -> bool:
+        """Write what the adapters add to the gradient of the input to `grad_x`. Return whether they add something."""
+        inner_TR = self.inners.pop(0) if self.inners else self._inner(x_TD, start)
+        outer_TR = torch.empty_like(inner_TR)
+        for adapter in self.adapters:
+            grad, total = grads[adapter.layer], self._grad_Bs.get(adapter.layer)
+            outer_TR[:, adapter.ranks].addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
+            pair = (inner_TR[:, adapter.ranks], grad)
+            # On a CPU products with the wide dimension last are faster.
+            pair = pair if _is_cpu(grad.device) else pair[::-1]
+            self._grad_Bs[adapter.layer] = _add_up(total, *pair, wide=self._wide)
+        begun = False
+        for group in self._groups:
+            outer, A_RD, (kept_TD, mask) = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.input(x_TD, start)
+            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), outer, kept_TD, wide=self._wide)
+            if grad_x is None or not self.adds:
                 continue
             if mask is None:
-                grad_x.addmm_(outer_TR, A_RD)
+                grad_x.addmm_(outer, A_RD, beta=int(begun))
+            elif begun:
+                grad_x.addcmul_(outer @ A_RD, mask)
             else:
-                grad_x.addcmul_(outer_TR @ A_RD, mask)
+                torch.mm(outer, A_RD, out=grad_x).mul_(mask)
+            begun = True
+        return begun
 
     def adapter_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of `lora_A` and `lora_B` of each layer in turn."""
-        found: list[torch.Tensor | None] = [None, None] * len(self.projections)
-        if not self.adapted:
-            return found
-        parts = self.grad_As.split([B.shape[1] for B in self.Bs])
-        for number, grad_A, grad_B_RO in zip(self.adapted, parts, self.grad_Bs_RO, strict=True):
-            projection = self.projections[number]
-            assert projection.lora_A is not None and projection.lora_B is not None
-            found[2 * number] = grad_A.to(projection.lora_A.dtype)
-            found[2 * number + 1] = (grad_B_RO.T * self.scalings[number]).to(projection.lora_B.dtype)
+        found: list[torch.Tensor | None] = [None, None] * len(self.weights)
+        for adapter in self.adapters:
+            number, grad_B = adapter.layer, self._grad_Bs[adapter.layer]
+            alone = self._groups is self.adapters
+            grad_A = self._grad_As[number] if alone else self._grad_As[self._groups[0].layer][adapter.ranks]
+            found[2 * number] = grad_A.to(adapter.lora_A.dtype)
+            found[2 * number + 1] = (grad_B.T if _is_cpu(grad_B.device) else grad_B).to(adapter.lora_B.dtype)
         return found

@@ -1,6 +1,7 @@
 """The products of LoRA layers, forward and backward.
 
-Only inputs are saved, and in a gated MLP gate and up. The backward computes the rest again.
+Only inputs, their narrow products with `lora_A`, and in a gated MLP gate and up are saved. The backward computes the
+rest again.
 
 Shape letters: T tokens, D input features, O output features, I features inside an MLP.
 """
@@ -32,13 +33,16 @@ def project_forward(
     dtype: torch.dtype,
     dtypes_out: Sequence[torch.dtype],
     masks: Masks = (),
-) -> tuple[torch.Tensor, ...]:
-    """Compute the outputs `(T, O)` of layers with one input `(T, D)`, each in its dtype of `dtypes_out`."""
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """Compute the outputs `(T, O)` of layers with one input `(T, D)`, each in its dtype of `dtypes_out`.
+
+    Return them and the `inners` of [`Layers`].
+    """
     layers, size = Layers(projections, dtype, masks), _size(x_TD, projections, dtype)
     outs = [x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)]
     for number, (x, *parts) in enumerate(chunks(x_TD, *outs, size=size)):
         layers.apply(x, parts, number * size)
-    return tuple(outs)
+    return tuple(outs), layers.inners
 
 
 def project_backward(
@@ -47,12 +51,12 @@ def project_backward(
     grads: Sequence[torch.Tensor],
     dtype: torch.dtype,
     masks: Masks = (),
+    inners: Sequence[torch.Tensor] = (),
     *,
     input_trains: bool,
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of the input (`None` if not `input_trains`) and of `lora_A`, `lora_B` of each layer."""
-    layers, size = Layers(projections, dtype, masks), _size(x_TD, projections, dtype)
-    layers.start_backward()
+    layers, size = Layers(projections, dtype, masks, inners=inners), _size(x_TD, projections, dtype)
     grad_x = torch.empty_like(x_TD) if input_trains else None
     room = x_TD if grad_x is None else grad_x
     for number, (x, part, *chunk) in enumerate(chunks(x_TD, room, *grads, size=size)):
@@ -78,18 +82,21 @@ class ProjectTogether(Function):
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs. `adapters` are `lora_A`, `lora_B` of each projection, so that autograd sees them."""
         ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device)
-        ctx.save_for_backward(x_TD, *adapters)
-        return project_forward(x_TD, projections, dtype, dtypes_out, ctx.dropout.draw(*x_TD.shape))
+        masks = ctx.dropout.draw(*x_TD.shape)
+        outs, inners = project_forward(x_TD, projections, dtype, dtypes_out, masks)
+        ctx.save_for_backward(x_TD, *adapters, *inners)
+        return outs
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, *_ = ctx.saved_tensors
+        x_TD, *saved = ctx.saved_tensors
         trains, masks = ctx.needs_input_grad[0], ctx.dropout.draw_again(*x_TD.shape)
-        grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, input_trains=trains)
-        return grad_x, None, None, None, *factors
+        inners = saved[2 * len(ctx.projections) :]
+        found = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, inners, input_trains=trains)
+        return found[0], None, None, None, *found[1:]
 
 
 class _Keep(Function):
@@ -147,9 +154,10 @@ def gated_mlp(
         keepers: list[Any] = []
         dropout = Dropout(projections[:2], x_TD.device)
         with torch.no_grad():
-            gate_up = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, dropout.draw(*x_TD.shape))
+            masks = dropout.draw(*x_TD.shape)
+            gate_up, inners = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, masks)
         input_trains = x_TD.requires_grad
-        x_TD = _Keep.apply(x_TD, keepers, *gate_up, *adapters)  # type: ignore[assignment]
+        x_TD = _Keep.apply(x_TD, keepers, *gate_up, *adapters, *inners)  # type: ignore[assignment]
         kept = _Kept(gate_up[0], gate_up[1], dropout, keepers[0], input_trains)
     options = (projections, activation, by_liger, dtype, dtype_out, keeps)
     return _GatedMLP.apply(x_TD, kept, *options, *adapters)  # type: ignore[return-value]
@@ -193,9 +201,11 @@ class _GatedMLP(Function):
                 gate, up = inner.apply(x, [gate, up], start)
             outer.apply(swiglu(gate, up) if by_liger else activation(gate) * up, [out], start)
         ctx.projections, ctx.activation, ctx.dtype, ctx.by_liger = projections, activation, dtype, by_liger
+        # Not saved by torch, because a checkpoint would then compute the last product again. They are narrow.
+        ctx.outer_inners = outer.inners
         if kept is None:
             ctx.keeper, ctx.input_trains = None, ctx.needs_input_grad[0]
-            ctx.save_for_backward(x_TD, gate_TI, up_TI, *adapters)
+            ctx.save_for_backward(x_TD, gate_TI, up_TI, *adapters, *(() if inner is None else inner.inners))
         else:
             ctx.keeper, ctx.input_trains = kept.keeper, kept.input_trains
         return out_TD
@@ -205,11 +215,11 @@ class _GatedMLP(Function):
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, gate_TI, up_TI, *_ = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
-        inner = Layers(ctx.projections[:2], ctx.dtype, ctx.inner_dropout.draw_again(*x_TD.shape))
-        outer = Layers(ctx.projections[2:], ctx.dtype, ctx.outer_dropout.draw_again(*gate_TI.shape))
-        inner.start_backward()
-        outer.start_backward()
+        x_TD, gate_TI, up_TI, *saved = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
+        masks, inners = ctx.inner_dropout.draw_again(*x_TD.shape), saved[2 * len(ctx.projections) :]
+        inner = Layers(ctx.projections[:2], ctx.dtype, masks, inners=inners)
+        masks = ctx.outer_dropout.draw_again(*gate_TI.shape)
+        outer = Layers(ctx.projections[2:], ctx.dtype, masks, inners=ctx.outer_inners)
         grad_x = torch.empty_like(x_TD)
         overwrites = gate_TI.dtype != ctx.dtype or is_last_backward()  # a cast is a copy
         parts = chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size)
