@@ -278,7 +278,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
             patched.setattr(module, "is_plain", lambda tensor: True)
         for module in (layers, chunked):
             patched.setattr(module, "_is_cpu", lambda device: False)
-        patched.setattr(layers, "_makes_float32", lambda device: True)
+        patched.setattr(layers, "_makes_float32", lambda device: "dtype" in torch.ops.aten.mm.overloads())
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
