@@ -88,13 +88,13 @@ def run(path, data, steps, *, packed, adapter, halved=False, **options):
             peft_config=LoraConfig(**LORA) if adapter else None,
         )
         if packed:
-            made.prove()
+            made.check()
         started = time.perf_counter()
         made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     seconds = round(time.perf_counter() - started, 1)
-    proof = {"verdict": str(made.exactness), "seconds": made.exactness.seconds} if packed else None
-    return {"losses": losses, "seconds": seconds, "proof": proof}
+    report = {"verdict": str(made.exactness), "seconds": made.exactness.seconds} if packed else None
+    return {"losses": losses, "seconds": seconds, "check": report}
 
 
 def worst_step(one, other):

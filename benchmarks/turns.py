@@ -6,7 +6,7 @@ Every side trains the same turns with their histories: `padded` is TRL's `SFTTra
 each turn, `packed` is `PackedSFTTrainer` on the same, `turns` is `expand_turns=True` on the conversations. A Llama of
 eight layers and width 256 with random weights, LoRA, float32; conversations are drawn with a seed, cut to
 `--max_length`. Sides run in turn, and the table shows the median of the ratios to `padded` with their range. Times are
-CPU times of `train()` without the proof, which other work on the machine disturbs little. The template drops the
+CPU times of `train()` without the check, which other work on the machine disturbs little. The template drops the
 thoughts of earlier turns; `--thoughts` puts thoughts of so many tokens into every turn.
 """
 

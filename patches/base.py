@@ -109,7 +109,7 @@ class ModulePatch(InterfacePatch):
     Args:
         mixers (`tuple[str, ...]`, *optional*):
             Class names of modules that mix tokens instead of attention (recurrent state, short convolutions). They run
-            on their own kernels if these are proven to keep documents separate, else document by document.
+            on their own kernels if these are shown to keep documents separate, else document by document.
         masked_mixers (`tuple[str, ...]`, *optional*):
             Class names of modules with their own attention code. They run document by document, with a causal mask of
             the document's size.

@@ -1,6 +1,6 @@
 """Architectures with recurrent state, short convolutions or their own attention code besides packed attention.
 
-Mixers run on their own kernels if these are proven to keep documents separate, else document by document. Attention
+Mixers run on their own kernels if these are shown to keep documents separate, else document by document. Attention
 uses transformers' attention interface, and everything else stays packed. Without the patch, most of them mix documents
 without an error, some of them also on installed kernels (transformers 5.23).
 """

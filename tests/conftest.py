@@ -6,7 +6,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The suite runs one process per core; so do the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test takes the proof of another one.
+# No test takes the check of another one.
 os.environ["TRL_PACKFA_CACHE"] = ""
 
 from pathlib import Path, PurePath
@@ -91,11 +91,11 @@ def alone():
 
 
 @pytest.fixture(autouse=True)
-def remembered_proofs(request, monkeypatch):
-    """Take the proof of each model once in tests of trainers; `own_proof` marks those that need one of their own."""
+def remembered_checks(request, monkeypatch):
+    """Take the check of each model once in tests of trainers; `own_check` marks those that need one of their own."""
     folder = request.path.relative_to(TESTS).parts[0]
-    if folder in ("trainers", "whole") and request.node.get_closest_marker("own_proof") is None:
-        from proof_memo import remember
+    if folder in ("trainers", "whole") and request.node.get_closest_marker("own_check") is None:
+        from check_memo import remember
 
         remember(monkeypatch.setattr)
 

@@ -19,7 +19,7 @@ from torch import nn
 from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasured_adapters, unread_quantizers
 from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, UnsupportedModel, first_line, is_out_of_memory
-from .exactness import check, check_unpadding, proof_identity
+from .exactness import check, check_identity, check_unpadding
 from .kernels.lm_head.chunked import undo_head
 from .patches.base import GroupsPatch, InterfacePatch, Patch, RebatchPatch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
@@ -238,7 +238,7 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
     assert report is not None
     report.require_exact()
     logger.warning("trl-packfa: %s in %.1f s", report, report.seconds)
-    state.report = replace(report, identity=proof_identity(model))
+    state.report = replace(report, identity=check_identity(model))
 
 
 def _require_unpadded(model: nn.Module, state: PatchState) -> None:

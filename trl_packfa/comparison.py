@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     row: str = ""  # heading of its row in a table; empty: that of the row above
     verdict: str = "differs"  # if it does not hold
     fails: str = ""  # what is not exact, where a comparison is required by itself
-    do: str = "Train padded with packing=False, and please report it. check_packing=False trains without this proof."
+    do: str = "Train padded with packing=False, and please report it. check_packing=False trains without this check."
     is_control: bool = False  # it must differ visibly
     is_of_batch: bool = False  # it compares a run's own batch, so another run has its own
 
@@ -134,13 +134,13 @@ KINDS = {
         "log-probabilities of a row on {of} processes",
         "some module of this model needs tokens of the row that other processes hold",
         row="shared row", fails="rows that {of} processes share are not exact on this model: log-probabilities",
-        do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this proof.",
+        do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this check.",
     ),
     "shared row gradients": Kind(
         "worst parameter of a row on {of} processes",
         "some module of this model needs tokens of the row that other processes hold",
         fails="rows that {of} processes share are not exact on this model: the gradient of {where}",
-        do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this proof.",
+        do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this check.",
     ),
     "first batch": Kind(
         "log-probabilities of the first batch, {of}",
@@ -154,7 +154,7 @@ KINDS = {
         "the head scores trained positions with its own forward and backward; they differ from the model's own logits "
         "with torch's cross-entropy",
         is_of_batch=True, fails="the LM head that trains is not exact on the first training batch: {of}",
-        do="Please report it. check_packing=False trains without this proof.",
+        do="Please report it. check_packing=False trains without this check.",
     ),
     "padded batch": Kind(
         "first batch without its pads, {of}",

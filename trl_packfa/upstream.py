@@ -27,12 +27,6 @@ PRIVATE = (
     Private("trl.{SFT,DPO,KTO,Reward}Trainer()._total_train_tokens", "the count that TRL logs, which counts pads"),
     Private("trl.{SFT,DPO,KTO}Trainer()._tokenizer", "the tokenizer of a processor, as TRL found it"),
     Private("trl.{SFT,DPO,KTO}Trainer()._is_vision_dataset", "whether TRL collates images"),
-    Private("trl.trainer.utils.add_fused_lm_head()._fused_forward", "tells TRL's head, whose closure has its options"),
-    Private(
-        "trl.kernels.chunked_logprob._{forward_kernel,forward_tile,backward_kernel,backward_tile,use_triton,"
-        "addmm_fp32,BLOCK_SIZE}",
-        "the head's parts; the whole computes more products for a frozen head",
-    ),
     # transformers: hooks of the Trainer that a packed trainer extends or calls.
     Private("transformers.Trainer._get_train_sampler", "the order of examples that rows and steps are cut from"),
     Private("transformers.Trainer._get_num_items_in_batch", "counts the labels of a step that is not collated yet"),
@@ -68,7 +62,6 @@ PRIVATE = (
     Private("accelerate.ParallelismConfig._validate_accelerator", "refuses gloo's ranks, though a mesh runs on them"),
     Private("accelerate.hooks.add_hook_to_module()._hf_hook", "tells a module whose forward accelerate has moved"),
     Private("accelerate.hooks.add_hook_to_module()._old_forward", "where it has moved the forward to"),
-    Private("accelerate.Accelerator.prepare_model()._original_forward", "TRL's head inside of accelerate's autocast"),
     Private("datasets.IterableDataset()._epoch", "the epoch in memory that all workers share; `epoch` is a copy"),
     Private("datasets.IterableDataset()._ex_iterable", "tells shuffle buffers, which `state_dict` does not show"),
     Private("peft.tuners.tuners_utils.BaseTunerLayer._{active_adapter,disable_adapters}",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import attention_speed
-import proof_beside_step
+import check_beside_step
 import pytest
 import torch
 from attention_speed import (
@@ -93,9 +93,9 @@ def test_bench_steps_plans_a_step_of_many_ranks():
 
 
 @pytest.mark.slow
-def test_the_proof_is_timed_beside_a_step(lengths_file, tmp_path, capsys):
+def test_the_check_is_timed_beside_a_step(lengths_file, tmp_path, capsys):
     argv = ["--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)]
-    assert proof_beside_step.main(argv) == 0
+    assert check_beside_step.main(argv) == 0
     out = capsys.readouterr().out
     check, step = json.loads(out[out.index("[\n") :])  # libraries print lines at import
     assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")

@@ -1,4 +1,4 @@
-"""The first batch of a training is proven as it comes: what only real documents or the real collator bring is seen."""
+"""The first batch of a training is checked: what only real documents or the real collator bring is seen."""
 
 import pytest
 import tiny
@@ -75,7 +75,7 @@ def test_an_exact_first_batch_is_in_the_report(options, tmp_path):
     assert written["first batch"] == report["first batch"].difference
 
 
-def test_the_proof_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
+def test_the_check_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
     found = [losses(trained(packed_trainer(arguments(out=tmp_path / str(checks), check_packing=checks))))
              for checks in (True, False)]  # fmt: skip
     assert found[0] == found[1]
@@ -121,7 +121,7 @@ class TooLargeBeyond40(torch.autograd.Function):
 
 @pytest.mark.parametrize("options", [{}, {"use_peft": False}, *in_full({"bf16": True})], ids=str)
 def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path, monkeypatch):
-    """The proof's documents, and the few tokens by which a head is chosen, are right."""
+    """The check's documents, and the few tokens by which a head is chosen, are right."""
     own = ChunkedHead._scores
     wrong = lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)  # noqa: E731
     monkeypatch.setattr(ChunkedHead, "_scores", wrong)

@@ -87,7 +87,7 @@ def _leaking(self, query, key, value, call, attend=SdpaBackend.__call__):
 
 @pytest.mark.parametrize("every", [1, 41], ids=["in every run", "once in a while"])
 def test_other_bits_in_every_run_are_no_leak(every, monkeypatch):
-    """A GPU's kernels that add in any order; seen once in 150 proofs on an H200."""
+    """A GPU's kernels that add in any order; seen once in 150 checks on an H200."""
     _unsteady(monkeypatch, 1e-6, every=every)
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
     assert report.is_exact and report["steadiness"].difference > 0, str(report)

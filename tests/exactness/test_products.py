@@ -1,4 +1,4 @@
-"""Half-precision products of a proof on a CPU that emulates them: computed in float32 and rounded once."""
+"""Half-precision products of a check on a CPU that emulates them: computed in float32 and rounded once."""
 
 import threading
 

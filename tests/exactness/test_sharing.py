@@ -1,4 +1,4 @@
-"""The proof of `share_prefixes=True`: it finds what is wrong, and says what is as it is."""
+"""The check of `share_prefixes=True`: it finds what is wrong, and says what is as it is."""
 
 import pytest
 import tiny
@@ -84,7 +84,7 @@ def test_attention_that_loses_the_beginning_is_found(monkeypatch):
     assert not report["sharing"].holds and report["sharing"].where == "model.layers.0.self_attn"
 
 
-def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
+def test_a_model_that_is_not_checked_is_not_patched(monkeypatch):
     monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
     model = tiny.model(layers=2)
     with pytest.raises(ContaminationError, match="share_prefixes=False"):
@@ -93,7 +93,7 @@ def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
     patch(model, unpad=True)  # which shares nothing
 
 
-def test_short_tables_of_positions_are_proven_or_never_share():
-    for most, proven in ((24, True), (20, False)):
+def test_short_tables_of_positions_are_checked_or_never_share():
+    for most, checked in ((24, True), (20, False)):
         model = shared(small_model("gpt2", n_positions=most, max_position_embeddings=most))
-        assert ("sharing" in find_state(model).unpadding_report) == proven
+        assert ("sharing" in find_state(model).unpadding_report) == checked

@@ -1,4 +1,4 @@
-"""The proof of `unpad=True`: it finds what is wrong, and says what is as it is."""
+"""The check of `unpad=True`: it finds what is wrong, and says what is as it is."""
 
 import sys
 from contextlib import nullcontext
@@ -127,7 +127,7 @@ def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measureme
     """Dynamic NTK's base grows for a long sequence and stays: a document alone would depend on those before it."""
     model = tiny.model("llama-dynamic", layers=2)
     rotary = model.model.rotary_emb
-    model(input_ids=torch.randint(3, tiny.VOCAB, (1, 60)))  # longer than any document of the proof's
+    model(input_ids=torch.randint(3, tiny.VOCAB, (1, 60)))  # longer than any document of the check's
     grown, seen = rotary.inv_freq.clone(), rotary.max_seq_len_cached
     assert check(patch(model)).verdict == "exact"
     report = find_state(patch(model, unpad=True)).unpadding_report

@@ -88,7 +88,7 @@ def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("found", [None, "0.17.5"])
-def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
+def test_a_deepspeed_whose_zero3_cannot_be_checked_is_refused(tmp_path, monkeypatch, found):
     monkeypatch.setattr("trl_packfa.trainers.requirements.runs.installed_version", lambda package: found)
     with pytest.raises(VersionTooOld, match=rf"ZeRO-3 needs deepspeed >= .*found {found or 'none'}\.(.|\n)*FSDP2"):
         packed_trainer(under_deepspeed(tmp_path, {}))
@@ -104,7 +104,7 @@ def test_weights_in_parts_without_an_engine_are_refused():
 
 def refused_under(fsdp_plugin, model):
     state = SimpleNamespace(fsdp_plugin=fsdp_plugin)
-    trainer = SimpleNamespace(is_proven_wrapped=True, accelerator=SimpleNamespace(state=state),
+    trainer = SimpleNamespace(is_checked_wrapped=True, accelerator=SimpleNamespace(state=state),
                               neftune_noise_alpha=None, train_dataset=None)  # fmt: skip
     require(PATCHED, Training(arguments(), "a trainer", model=trl_packfa.patch(model), trainer=trainer))
 
@@ -125,7 +125,7 @@ def test_fsdp2_gathers_whole_layers(monkeypatch, tmp_path):
     refused_under(fsdp2, small_model("mamba"))
     with pytest.raises(InvalidConfig, match="FSDP2 cannot run the backbone"):
         refused_under(fsdp2, small_model("openai-gpt"))
-    monkeypatch.setattr(PackedSFTTrainer, "is_proven_wrapped", True)
+    monkeypatch.setattr(PackedSFTTrainer, "is_checked_wrapped", True)
     with pytest.raises(InvalidConfig, match=r"cannot run the backbone(.|\n)*DDP or ZeRO-2"):
         packed_trainer(arguments(out=tmp_path), model=small_model("openai-gpt", vocab_size=97))
 
@@ -144,11 +144,11 @@ def test_fsdp2_that_gathers_inside_a_mixer_is_refused(policy):
         refused_under(FullyShardedDataParallelPlugin(fsdp_version=2, **policy), tiny.model(layers=2))
 
 
-def test_nothing_is_proven_before_zero3_has_wrapped_the_model(tmp_path, monkeypatch):
+def test_nothing_is_checked_before_zero3_has_wrapped_the_model(tmp_path, monkeypatch):
     trainer = packed_trainer(arguments(out=tmp_path))
     monkeypatch.setattr(type(trainer), "is_zero3_enabled", True)
     with pytest.raises(UnsupportedModel, match=r"has not wrapped the model yet(.|\n)*train\(\)"):
-        trainer.prove()
+        trainer.check()
 
 
 def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):

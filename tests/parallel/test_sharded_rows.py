@@ -107,7 +107,7 @@ def test_padded_rows_are_refused(tmp_path):
 
 def require_shareable(model, size):
     """Hold a patched model against the table, in a trainer without anything of its own."""
-    trainer = SimpleNamespace(neftune_noise_alpha=None, replaced=lambda name: "", is_proven_wrapped=False,
+    trainer = SimpleNamespace(neftune_noise_alpha=None, replaced=lambda name: "", is_checked_wrapped=False,
                               train_dataset=None)  # fmt: skip
     require(PATCHED, Training(SimpleNamespace(sequence_parallel=size), "a trainer", model=model, trainer=trainer))
 

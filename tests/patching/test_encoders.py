@@ -84,7 +84,7 @@ def test_pooling_of_the_first_column_runs_left_pads_as_they_are(caplog):
     assert "its pooling reads the first column of a row. Set tokenizer.padding_side='right'" in caplog.text
     run(model, batch())
     assert find_state(model).unpadding.calls == 1
-    with pytest.raises(UnsupportedModel):  # what was proven about left pads stays
+    with pytest.raises(UnsupportedModel):  # what was checked about left pads stays
         patch(model, unpad=True, backend="none such")
     assert torch.equal(run(model, batch(left=True))[0], expected[0]) and find_state(model).unpadding.calls == 1
 

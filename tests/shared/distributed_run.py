@@ -15,9 +15,9 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
+from check_memo import forgotten, remember
 from compiling import compile_anew
 from launches import run_scenarios
-from proof_memo import forgotten, remember
 from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -195,7 +195,7 @@ def run(
     compile_anew()
     trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
-        with forgotten():  # the ranks have models of several kinds now, and all must run the proof
+        with forgotten():  # the ranks have models of several kinds now, and all must run the check
             return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -212,16 +212,16 @@ def run(
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(f"{folder}/saved")
-    logs, proof = logs_of(trainer), None if scenario.get("padded") else trainer.exactness
+    logs, report = logs_of(trainer), None if scenario.get("padded") else trainer.exactness
     return {
         "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logs],
         "accuracy": [entry.get("mean_token_accuracy") for entry in logs],
         "flos": trainer.state.total_flos,
-        "sharded_row": proof["shared row"].difference if proof and "shared row" in proof else None,
+        "sharded_row": report["shared row"].difference if report and "shared row" in report else None,
         "tokens": [entry["num_tokens"] for entry in logs],
         "trained": sum(gather_object([sum(trained)])),
-        "verdict": proof.verdict if proof else "padded",
+        "verdict": report.verdict if report else "padded",
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
         "graphs": compiled_graphs(),
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],

@@ -16,7 +16,7 @@ from training import arguments, dataset, packed_trainer
 
 from trl_packfa.cli.main import main
 from trl_packfa.plotting import save_loss_curve
-from trl_packfa.terminal.progress import RichProgressCallback, _times, proving
+from trl_packfa.terminal.progress import RichProgressCallback, _times, checking
 
 
 def shown(out, *, terminal=False, width=160, resumed=False, evaluation=None, **options):
@@ -68,7 +68,7 @@ def test_time_left_is_that_of_the_steps_left(elapsed, done, left, expected):
 def test_a_check_that_takes_longer_than_estimated_does_not_show_0_seconds(capsys, monkeypatch):
     now = iter([0.0, 100.0, 200.0])
     monkeypatch.setattr("trl_packfa.terminal.progress.time.perf_counter", lambda: next(now))
-    with proving("checking") as say:
+    with checking("checking") as say:
         say("half", 0.5)
         say("the last part", 0.999)
     text = capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
 
 
 def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
-    """No bars, whose refreshes would be lines; counts once, in the table; the proof as a table with its time."""
+    """No bars, whose refreshes would be lines; counts once, in the table; the check as a table with its time."""
     monkeypatch.chdir(tmp_path)
     tiny.save("model", small_model("qwen3"))
     Path("data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f " * (n + 1)}) for n in range(12)))
@@ -124,7 +124,7 @@ def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
     assert (out + err).count("tokens lost") == 1 and out.count("exactness check: exact, in ") == 1
     assert "padding that a padded run would compute" in out and "worst layer, packed against alone" in out
     assert main([*argv.split(), "--resume_from_checkpoint", "last", "--max_steps", "6"]) == 0
-    assert "exactness check: exact, proven before checkpoint-4; nothing has changed since" in capfd.readouterr().out
+    assert "exactness check: exact, checked before checkpoint-4; nothing has changed since" in capfd.readouterr().out
     assert main(["merge", "out", "merged"]) == 0
     assert not re.search(r"\d(it|s)/s", "".join(capfd.readouterr()))
 

@@ -10,10 +10,10 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     trainer = trained(packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48)))
     card = (tmp_path / "README.md").read_text()
     section = card.split("## Packing\n")[1].split("\n## ")[0]
-    proof = trainer.exactness
-    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{proof.level}`",
-                 f"attention backend `{proof.backend}`", str(proof["isolation"]), "documents 48",
-                 f"transformers {proof.versions['transformers']}"):  # fmt: skip
+    report = trainer.exactness
+    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{report.level}`",
+                 f"attention backend `{report.backend}`", str(report["isolation"]), "documents 48",
+                 f"transformers {report.versions['transformers']}"):  # fmt: skip
         assert part in section, part
     assert card.index("## Training procedure") < card.index("## Packing") < card.index("## Citations")
     trainer.create_model_card()
@@ -21,7 +21,7 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     assert "- trl-packfa\n" in card.split("---")[1], "the tag"
 
 
-def test_a_card_without_proof_says_so(tmp_path):
+def test_a_card_without_check_says_so(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path, check_packing=False))
     assert "Exactness: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
     trainer.create_model_card()
@@ -31,7 +31,7 @@ def test_a_card_without_proof_says_so(tmp_path):
 def test_the_verdict_on_the_card_is_the_reports(tmp_path):
     """The negative control: a report of a leak does not read as exact."""
     trainer = packed_trainer(arguments(out=tmp_path))
-    report = trainer.prove()
+    report = trainer.check()
     leak = report.with_rows([report["isolation"]._replace(difference=1.0)])
     assert "verdict `leak`" in packing_section(trainer.args.card_settings, {}, leak)
 

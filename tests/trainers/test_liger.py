@@ -1,4 +1,4 @@
-"""`use_liger_kernel=True`: Liger's own patch of a model is made before ours, so that the proof is of what trains."""
+"""`use_liger_kernel=True`: Liger's own patch of a model is made before ours, so that the check is of what trains."""
 
 from types import MethodType
 
@@ -10,7 +10,7 @@ from trl_packfa.trainers.sft import exactness_gate, model_code
 
 @pytest.fixture
 def events(monkeypatch):
-    """A Liger that puts forwards on instances, as the real one does; when it is applied, proven, run."""
+    """A Liger that puts forwards on instances, as the real one does; when it is applied, checked, run."""
     events = []
 
     def forward(self, hidden_states):
@@ -27,18 +27,18 @@ def events(monkeypatch):
     check = exactness_gate.check
     monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
     too_late = "transformers.trainer.apply_liger_kernel"
-    monkeypatch.setattr(too_late, lambda *args: pytest.fail("applied after the proof"))
-    monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("proven") or check(*a, **k))
+    monkeypatch.setattr(too_late, lambda *args: pytest.fail("applied after the check"))
+    monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("checked") or check(*a, **k))
     return events
 
 
 @pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
-def test_liger_is_applied_once_and_proven(events):
+def test_liger_is_applied_once_and_checked(events):
     args = arguments(use_liger_kernel=True, max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer = packed_trainer(args, eval_dataset=packed_trainer(arguments()).train_dataset)
     assert events.index("applied") == 0, "before anything runs"
     trainer.train()
-    assert "proven" in events and events[events.index("proven") + 1] == "norm", "the proof runs Liger's forwards"
+    assert "checked" in events and events[events.index("checked") + 1] == "norm", "the check runs Liger's forwards"
     assert events.count("applied") == 1 and trainer.exactness.is_exact and len(losses(trainer)) == 2
     assert trainer.args.use_liger_kernel, "as it was asked for: checkpoints say so"
 

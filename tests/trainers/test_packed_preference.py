@@ -168,7 +168,7 @@ def test_resuming_is_exact(tmp_path):
     with pytest.raises(InvalidConfig, match="the checkpoint is from a run on other data"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     card = (tmp_path / "checkpoint-2" / "README.md").read_text()
-    assert "## Packing" in card and "without padding proven on model" in card
+    assert "## Packing" in card and "without padding checked on model" in card
 
 
 @pytest.mark.parametrize("kind", PACKED)

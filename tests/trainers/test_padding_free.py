@@ -222,7 +222,7 @@ def test_images_are_refused_before_anything_is_generated(kind, tmp_path):
 
 
 def test_a_model_whose_config_asks_for_tuples():
-    """The proof reads outputs by their names."""
+    """The check reads outputs by their names."""
     model = tiny.model(layers=1)
     model.config.return_dict = False
     trl_packfa.patch(model, unpad=True)

@@ -65,7 +65,7 @@ def test_selective_checkpoints_save_the_operator_of_varlen(tmp_path, monkeypatch
 
 
 def test_checkpoints_of_every_second_layer_are_the_trainers(tmp_path):
-    """The proof's switch takes out of the arguments what torch does not take, as the Trainer's does."""
+    """The check's switch takes out of the arguments what torch does not take, as the Trainer's does."""
     modes = [Attention(), Attention()]
     for n, mode in enumerate(modes, start=1):
         train(tmp_path, InSteps(mode), attention_backend="sdpa", gradient_checkpointing_kwargs={"every_n_layers": n})

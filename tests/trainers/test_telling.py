@@ -79,7 +79,7 @@ def test_a_plain_config_keeps_its_rate_and_is_told_of_ours(tmp_path, capsys):
 
 def test_a_run_tells_the_verdict_the_data_and_the_speed(tmp_path, capsys):
     trained(packed_trainer(quiet_arguments(tmp_path)))
-    verdict, data, speed = (line for line in said(capsys) if not line.startswith("proving"))
+    verdict, data, speed = (line for line in said(capsys) if not line.startswith("checking"))
     assert verdict.startswith("exactness check: exact, in ") and "in a row without boundaries by" in verdict
     assert re.fullmatch(r"48 documents of [\d,]+ tokens; 12 steps an epoch; \d\d% of a padded run's places are "
                         r"padding; here none is", data)  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_trainer_without_padding_tells_its_speed(tmp_path, capsys):
     trained(padding_free(trainer))
     speed = said(capsys)[-1]
     assert re.match(r"[\d,]+ tokens trained in \d+ s, [\d,]+ tokens/s; a padded run computes [\d,]+ places, ", speed)
-    assert "without padding proven on model before the first step" in speed
+    assert "without padding checked on model before the first step" in speed
 
 
 def test_reports_are_saved_beside_the_model(tmp_path):

@@ -1,4 +1,4 @@
-"""Every tuner of PEFT and its variants: measured as the table says, refused by name where packing is wrong, proven on
+"""Every tuner of PEFT and its variants: measured as the table says, refused by name where packing is wrong, checked on
 the user's model where nobody has measured it."""
 
 import dataclasses

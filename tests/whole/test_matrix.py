@@ -79,7 +79,7 @@ def test_the_table_for_people_and_for_programs(capsys):
     rows = {row["model_type"]: row for row in json.loads(capsys.readouterr().out)}
     assert len(rows) == 196
     assert (rows["jamba"]["unpatched"], rows["jamba"]["CPU"]) == ("leaks", "module")
-    assert rows["jamba"]["CUDA with kernels"] == "native where proven, else module"
+    assert rows["jamba"]["CUDA with kernels"] == "native where exact, else module"
     assert rows["cpmant"]["verdict"] == "refused" and "not causal under padding" in rows["cpmant"]["why"]
     assert main(["models"]) == 0
     assert "granitemoehybrid" in capsys.readouterr().out

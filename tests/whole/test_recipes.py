@@ -134,8 +134,8 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     assert trainer.trl_packfa_padding_free.first_calls if of_pairs else trainer.exactness.is_exact
     assert bool(getattr(trainer.model, "is_loaded_in_4bit", False)) == bool(quantized)
     saved = os.listdir(out)
-    proof = set() if of_pairs else {"exactness_report.json"}
-    assert {"packing_report.json", "README.md", *proof} <= set(saved)
+    report = set() if of_pairs else {"exactness_report.json"}
+    assert {"packing_report.json", "README.md", *report} <= set(saved)
     if config.get("use_peft") is False:
         assert all(p.requires_grad for p in trainer.model.parameters()) and "model.safetensors" in saved
     else:

@@ -59,7 +59,7 @@ class Pacer(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Send the figures of the finished step, then wait for the next command; end the training after a trace.
 
-        Reset the peak memory after the untimed steps: building, the proof and its first batch are no part of a step.
+        Reset the peak memory after the untimed steps: building, the check and its first batch are no part of a step.
         """
         _synchronize()
         if self.trace is not None:
@@ -143,7 +143,7 @@ def _facts(trainer: Any, side: Side) -> dict[str, Any]:
     return {
         "equal": equal,
         "steps_per_epoch": -(-batches // trainer.args.gradient_accumulation_steps),
-        # Rows of the other trainers are one document each, and `padding_free` has its own proof.
+        # Rows of the other trainers are one document each, and `padding_free` has its own check.
         "leaks": side.trainer == "sft" and leaks(trainer, side),
     }
 

@@ -1,4 +1,4 @@
-"""`trl-packfa check`: prove that packing, or running padded batches without pads, is exact on a given model."""
+"""`trl-packfa check`: check that packing, or running padded batches without pads, is exact on a given model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_EXACT = 3
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    check = commands.add_parser("check", help="prove that packing is exact on a model")
+    check = commands.add_parser("check", help="check that packing is exact on a model")
     check.add_argument("model", help="name or path of a causal LM, a classifier or an encoder")
     check.add_argument("--adapter", help="name or path of a PEFT adapter to load onto the model")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
@@ -62,7 +62,7 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     from ..exactness import check
     from ..patching.apply import find_state
     from ..patching.inspect import inner_model
-    from ..terminal.progress import proving
+    from ..terminal.progress import checking
     from ..trainers.base.hub import is_encoder, load_tokenizer
 
     inner = inner_model(model)
@@ -72,5 +72,5 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     state = find_state(model)
     if state is not None and state.unpadding_report is not None and state.parts.padded_only:
         return state.unpadding_report
-    with proving("checking that no document sees another") as progress:
+    with checking("checking that no document sees another") as progress:
         return check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)

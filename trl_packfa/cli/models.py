@@ -101,7 +101,7 @@ def _causal_lms(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     lines = []
     for name, result in types.items():
         level = result.get("level", "")
-        fast = "native where proven, else module" if level == "module" else level
+        fast = "native where exact, else module" if level == "module" else level
         levels = {"CPU": level, "CUDA": level, "CUDA with kernels": fast}
         lines.append({"model_type": name, **_cells(result, "unpatched", "verdict"), **levels, "why": result["why"]})
     others = {name: patch for name, patch in registered_patches().items() if patch.origin != "trl_packfa"}

@@ -56,7 +56,7 @@ class CommonConfig(_Base):
 
     check_packing: bool = field(
         default=True,
-        metadata={"help": "Prove on this model, before the first step, that no document can see another."},
+        metadata={"help": "Check on this model, before the first step, that no document can see another."},
     )
     attention_backend: str = option("backend")
     fused_kernels: bool = option("fused_kernels")

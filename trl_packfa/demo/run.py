@@ -1,4 +1,4 @@
-"""The steps of the demo: base model, 4-bit QLoRA fine-tune, proof, saved adapter, comparison with padded training."""
+"""The steps of the demo: base model, 4-bit QLoRA fine-tune, check, saved adapter, comparison with padded training."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def run_demo(options: DemoOptions) -> dict[str, float]:
     args = PackedSFTConfig(**_arguments(options, max_steps=options.steps), load_in_4bit=True, check_packing=False)
     data: Any = {"train_dataset": dataset["train"], "eval_dataset": dataset["test"], "processing_class": tokenizer}
     trainer = PackedSFTTrainer(base, args, **data)
-    _part(console, 3, "exactness proof of the 4-bit model with its LoRA adapter: no document may see another")
+    _part(console, 3, "exactness check of the 4-bit model with its LoRA adapter: no document may see another")
     console.print(packing_table(trainer.packing_reports))
     # Tokenization runs once: the later trainers take the datasets that this trainer has prepared.
     data |= {"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset}
-    console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
+    console.print(f"exactness check: {trainer.check()}", highlight=False, markup=False)
     _part(console, 4, f"QLoRA fine-tune: {options.steps} optimizer steps of packed rows, a minute or less")
     RichProgressCallback.attach(trainer, "QLoRA", console)
     before = trainer.evaluate()["eval_loss"]
@@ -141,7 +141,7 @@ def _save_and_load_back(
     fresh = PackedSFTTrainer(loaded, PackedSFTConfig(**_arguments(options)), **data)
     RichProgressCallback.attach(fresh, "", console)
     loss = fresh.evaluate()["eval_loss"]
-    console.print(f"adapter, proof and packing report saved in {path}; loaded back: held-out loss {loss:.3f}")
+    console.print(f"adapter, check and packing report saved in {path}; loaded back: held-out loss {loss:.3f}")
     return loss
 
 

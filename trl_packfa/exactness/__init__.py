@@ -1,4 +1,4 @@
-"""The proof on the user's own model: no document sees another, and packed training computes what separate training
+"""The check on the user's own model: no document sees another, and packed training computes what separate training
 does.
 
 It measures a few documents, short and long, and gives a number for each measurement. A control must fail: with the
@@ -11,9 +11,9 @@ from .probe import vocabulary_of as vocabulary_of
 from .quiet import quiet as quiet
 from .report import ExactnessReport as ExactnessReport
 from .report import UnpaddingReport as UnpaddingReport
-from .reuse import keep_proof as keep_proof
-from .reuse import machines_proof as machines_proof
-from .reuse import proof_identity as proof_identity
-from .reuse import reusable_proof as reusable_proof
+from .reuse import check_identity as check_identity
+from .reuse import check_of_machine as check_of_machine
+from .reuse import keep_check as keep_check
+from .reuse import reusable_check as reusable_check
 from .sharded_rows import check_sharded_row as check_sharded_row
 from .unpadding import check_unpadding as check_unpadding

@@ -95,7 +95,7 @@ class PaddedProbe:
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
         """Return token types by which this model lets tokens see each other in both directions, else those of a text.
 
-        They stand for images: the proof has none, as each model takes pixels in its own form.
+        They stand for images: the check has none, as each model takes pixels in its own form.
         """
         rows, before, of_text = self.rows(left=False), self.unpadding.blocks, self.types
         for name, pattern in itertools.product(names, _PATTERNS):

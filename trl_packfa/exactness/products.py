@@ -1,6 +1,6 @@
-"""Half-precision products of the proof, on a CPU without instructions for them: computed in float32 and rounded once.
+"""Half-precision products of the check, on a CPU without instructions for them: computed in float32 and rounded once.
 
-There torch multiplies half precision up to a hundred times more slowly than float32, and a proof would take minutes.
+There torch multiplies half precision up to a hundred times more slowly than float32, and a check would take minutes.
 These products treat every token by itself. All other code runs as in training.
 """
 
@@ -24,7 +24,7 @@ from .depth import CHEAP
 
 # Each product and its variant that writes into a tensor. The variant is not replaced, so it computes the replacement.
 _PRODUCTS = {name: getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
-# Most numbers of weights that are kept in float32 (1 GiB). Converting them for each product takes a fifth of a proof.
+# Most numbers of weights that are kept in float32 (1 GiB). Converting them for each product takes a fifth of a check.
 _KEPT = 2**28
 # Operands that are remembered beside the weights.
 _RECENT = 3
@@ -52,7 +52,7 @@ class _Wide:
 class _InFloat32:
     """A replacement of torch's matrix products on the CPU inside a `with` block.
 
-    The kernels are replaced. A `TorchDispatchMode` would see every other operator too, a seventh of a proof's time.
+    The kernels are replaced. A `TorchDispatchMode` would see every other operator too, a seventh of a check's time.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

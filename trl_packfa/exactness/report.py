@@ -172,9 +172,9 @@ class ExactnessReport(Report):
         seconds (`float`):
             Duration of the check.
         identity (`str`):
-            Hash of everything that was proven; a resumed run compares it with its own. Empty without a trainer.
+            Hash of everything that was checked; a resumed run compares it with its own. Empty without a trainer.
         taken_from (`str`):
-            Where an earlier proof was taken from, a checkpoint or this machine's cache; empty if the proof is new.
+            Where an earlier check was taken from, a checkpoint or this machine's cache; empty if the check is new.
         versions (`dict[str, str]`):
             Versions of the libraries.
     """
@@ -200,7 +200,7 @@ class ExactnessReport(Report):
     @property
     def told(self) -> str:
         """The verdict for the terminal, with where it was taken from or how long it took."""
-        old = f"proven {self.taken_from}; nothing has changed since"
+        old = f"checked {self.taken_from}; nothing has changed since"
         return f"exactness check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"
 
     def require_exact(self) -> None:
@@ -213,5 +213,5 @@ class ExactnessReport(Report):
             "packing is not exact on this model",
             why=more,
             do="Train padded with packing=False, or with another attention_backend (trl-packfa env lists them), "
-            "and please report it. check_packing=False trains without this proof.",
+            "and please report it. check_packing=False trains without this check.",
         )

@@ -1,4 +1,4 @@
-"""Reuse a proof, of a checkpoint or of this machine, for a run that is the same in all that the proof depends on."""
+"""Reuse a check, of a checkpoint or of this machine, for a run that is the same in all that the check depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .report import ExactnessReport
 from .subject import device_of
 
 _PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
-# Environment variable with the folder of kept proofs; empty: keep none. Default: `trl-packfa` in the user's cache.
+# Environment variable with the folder of kept checks; empty: keep none. Default: `trl-packfa` in the user's cache.
 CACHE = "TRL_PACKFA_CACHE"
 # Environment variables that also choose kernels.
 _ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
@@ -33,8 +33,8 @@ _ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUC
 _NAMES = ("_name_or_path", "transformers_version", "base_model_name_or_path", "revision")
 
 
-def proof_identity(model: nn.Module, **facts: Any) -> str:
-    """Return a hash of everything that a proof depends on, except the values of the weights.
+def check_identity(model: nn.Module, **facts: Any) -> str:
+    """Return a hash of everything that a check depends on, except the values of the weights.
 
     That is: versions, our code and the model's, config, modules, forwards, implementations, parameters with dtypes and
     which of them train, adapters, device and autocast; and other `facts` that its calls depend on: collator, engine.
@@ -47,8 +47,8 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
         [installed_version(package) for package in _PACKAGES],
         [_own_code(), fingerprint(model), patched],
         _told(model_config(model)),
-        # Wrappers around the transformers model, and its LM head's forward in training, are not part of a proof: the
-        # first batch proves them.
+        # Wrappers around the transformers model, and its LM head's forward in training, are not part of a check: the
+        # first batch does.
         [
             [name, type(module).__qualname__, _forward(module), *_settings(module)]
             for name, module in inner_model(model).named_modules()
@@ -63,12 +63,12 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:32]
 
 
-def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
-    """Return the report beside a checkpoint if a model of this identity was proven exact, else `None`."""
+def reusable_check(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
+    """Return the report beside a checkpoint if a model of this identity was checked exact, else `None`."""
     return _read(Path(checkpoint) / "exactness_report.json", identity, f"before {Path(checkpoint).name}")
 
 
-def machines_proof(model: nn.Module, identity: str) -> ExactnessReport | None:
+def check_of_machine(model: nn.Module, identity: str) -> ExactnessReport | None:
     """Return the report of an earlier run on this machine, of the same identity and weights; else `None`."""
     path = _kept(model, identity)
     if path is None or not path.is_file():
@@ -77,8 +77,8 @@ def machines_proof(model: nn.Module, identity: str) -> ExactnessReport | None:
     return _read(path, identity, f"on this machine on {day} (recheck=True checks again)")
 
 
-@figure("proof kept for the next run")
-def keep_proof(model: nn.Module, report: ExactnessReport) -> None:
+@figure("check kept for the next run")
+def keep_check(model: nn.Module, report: ExactnessReport) -> None:
     """Keep a report for later runs on this machine, if it is exact."""
     path = _kept(model, report.identity)
     if path is not None and report.is_exact:
@@ -88,16 +88,16 @@ def keep_proof(model: nn.Module, report: ExactnessReport) -> None:
         os.replace(partial, path)  # another process may read it
 
 
-@figure("proof of this machine")  # offloaded weights have no values to read
+@figure("check of this machine")  # offloaded weights have no values to read
 def _kept(model: nn.Module, identity: str) -> Path | None:
-    """Return the file of a proof in the user's cache; `None` if proofs are not kept."""
+    """Return the file of a check in the user's cache; `None` if checks are not kept."""
     folder = os.environ.get(CACHE)
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trl-packfa"
     if not str(folder):
         return None
     key = hashlib.sha256(identity.encode() + _some_values(model)).hexdigest()[:32]
-    return Path(folder) / "proofs" / f"{key}.json"
+    return Path(folder) / "checks" / f"{key}.json"
 
 
 def _some_values(model: nn.Module) -> bytes:

@@ -1,4 +1,4 @@
-"""The proof of `unpad=True`: padded batches with and without their pads, forwards and backwards, on this model.
+"""The check of `unpad=True`: padded batches with and without their pads, forwards and backwards, on this model.
 
 With `share_prefixes=True` rows whose common prefix runs once are then compared with rows that each hold it.
 

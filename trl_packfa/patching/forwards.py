@@ -38,15 +38,13 @@ from ..override import NamedOverride, Override, forward_signature
 from ..patches.base import QKV, AttentionPatch, FunctionPatch, Heads, InterfacePatch, RebatchPatch, StackPatch
 from . import cross_attention, router_loss
 from .handed_masks import handed_masks, without_empty_masks
-from .inspect import max_positions, own_config
+from .inspect import max_positions
+from .mask_rules import embeds_token_types, refuse_token_types
 from .neftune import noise_of_padded_rows
 from .per_document import FOUND_BY_ITSELF, run_backbone_by_document
 from .rotary import depends_on_length
 from .state import PatchState
 from .unpadding import refuse_modalities, refuse_packed
-
-# Architectures that look token types up in their table of words; others have a table with the name.
-_TYPES_AMONG_WORDS = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj")
 
 
 class _PackedForward(NamedOverride):
@@ -101,7 +99,7 @@ class BackboneOverride(_PackedForward):
         super().__init__(module, state, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
         # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
-        self.takes_token_types = by_document or _embeds_token_types(module)
+        self.takes_token_types = by_document or embeds_token_types(module)
         self._looked = False
 
     @around_graphs
@@ -163,7 +161,7 @@ class BackboneOverride(_PackedForward):
             self.state.require_shareable(self.module, layout.shard.size)
         super().require_packable(call, layout)
         if not self.takes_token_types:
-            _refuse_token_types({name: value for name, value in call.items() if name in self.names})
+            refuse_token_types({name: value for name, value in call.items() if name in self.names})
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
@@ -228,30 +226,6 @@ class BackboneOverride(_PackedForward):
     @outside_of_graphs
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
-
-
-def _embeds_token_types(backbone: Any) -> bool:
-    """Tell whether token types are looked up in a table, so that a packed row may have any.
-
-    A backbone that builds its mask from them cannot be packed, as packing uses no mask.
-    """
-    if getattr(own_config(backbone), "model_type", None) in _TYPES_AMONG_WORDS:
-        return True
-    return any(isinstance(module, nn.Embedding) and "token_type" in name for name, module in backbone.named_modules())
-
-
-def _refuse_token_types(call: dict[str, Any]) -> None:
-    for name in call.keys() & {"token_type_ids", "mm_token_type_ids"}:
-        # Tokenizers return all 0 for plain text, which does not change the mask.
-        if isinstance(call[name], torch.Tensor) and call[name].any():
-            raise PackingError(
-                f"{name} are not all 0 in a packed batch.",
-                why=[
-                    "this model's mask lets tokens of a prefix or an image attend to each other in both directions",
-                    "packed attention uses no mask, and is causal inside each document",
-                ],
-                do=f"Drop {name}, or pass the documents as a padded batch.",
-            )
 
 
 def _types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:

@@ -221,7 +221,7 @@ def is_causal(module: Any) -> bool:
 def attends_both_ways(model: nn.Module) -> bool:
     """Tell whether a model says that its attention sees later tokens, as that of an encoder does.
 
-    A model may say nothing and ask for such a mask all the same; the proof finds that.
+    A model may say nothing and ask for such a mask all the same; the check finds that.
     """
     inner = inner_model(model)
     if inner.config.is_encoder_decoder:

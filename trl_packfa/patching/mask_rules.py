@@ -15,14 +15,18 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.blocks import Block
+from .inspect import own_config
 
 # Maps indices `(batch, head, query, key)`, which broadcast, to bool.
 Rule: TypeAlias = Callable[..., torch.Tensor]
+# Architectures that look token types up in their table of words; others have a table with the name.
+_TYPES_AMONG_WORDS = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj")
 
 
 def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLayout | None:
@@ -111,3 +115,28 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> boo
             do="Patch the model with unpad=False, or train on text alone.",
         )
     return all(seen)
+
+
+def embeds_token_types(backbone: Any) -> bool:
+    """Tell whether token types are looked up in a table, so that a packed row may have any.
+
+    A backbone that builds its mask from them cannot be packed, as packing uses no mask.
+    """
+    if getattr(own_config(backbone), "model_type", None) in _TYPES_AMONG_WORDS:
+        return True
+    return any(isinstance(module, nn.Embedding) and "token_type" in name for name, module in backbone.named_modules())
+
+
+def refuse_token_types(call: dict[str, Any]) -> None:
+    """Refuse token types that are not all 0 in a packed call."""
+    for name in call.keys() & {"token_type_ids", "mm_token_type_ids"}:
+        # Tokenizers return all 0 for plain text, which does not change the mask.
+        if isinstance(call[name], torch.Tensor) and call[name].any():
+            raise PackingError(
+                f"{name} are not all 0 in a packed batch.",
+                why=[
+                    "this model's mask lets tokens of a prefix or an image attend to each other in both directions",
+                    "packed attention uses no mask, and is causal inside each document",
+                ],
+                do=f"Drop {name}, or pass the documents as a padded batch.",
+            )

@@ -147,7 +147,7 @@ class MixerOverride(NamedOverride):
         if layout.rows > 1 or not self.offers:  # kernels need a single row
             return ()
         if kind not in self.native:
-            found = self._proven_offer(args, kwargs, layout)
+            found = self._exact_offer(args, kwargs, layout)
             if found is None:  # a later call may show it
                 return ()
             self.native[kind] = found
@@ -157,7 +157,7 @@ class MixerOverride(NamedOverride):
         return self.native[kind]
 
     @torch.no_grad()
-    def _proven_offer(
+    def _exact_offer(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout
     ) -> tuple[str, ...] | None:
         """Return the first names of boundaries with which the module's own kernels equal document by document.
@@ -176,10 +176,10 @@ class MixerOverride(NamedOverride):
                     # transformers raises these if kernels are missing
                     logger.debug("trl-packfa: %s with %s: %s", type(self.module).__name__, offer, error)
                     return float("inf")
-                # NaN (no spread, or numbers that are not finite) compares as false with every limit: no proof.
+                # NaN (no spread, or numbers that are not finite) compares as false with every limit: it shows nothing.
                 return float((native - exact).abs().max() / exact.std())
 
-            # Without boundaries the kernels must be visibly wrong, or equal results would prove nothing. They may not
+            # Without boundaries the kernels must be visibly wrong, or equal results would show nothing. They may not
             # be in a row of one long and some tiny documents, or in a mixer whose gate is still shut.
             control = Comparison("control", error_of(()), _SEPARATION * 1e-6)
             if not control.holds:

@@ -38,9 +38,9 @@ class PatchState:
     unpadding: Unpadding | None = None
     # Why packed rows of text are not exact in a model with images or sounds, `None` if they are.
     packed_refusal: str | None = None
-    # Result of the proof of `unpad=True`: an `UnpaddingReport`.
+    # Result of the check of `unpad=True`: an `UnpaddingReport`.
     unpadding_report: Any = None
-    # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
+    # Result of the check of packing, if `patch` had to make one: an `ExactnessReport`.
     report: Any = None
 
     def apply(self, module: nn.Module, slot: str, value: Any) -> None:
@@ -51,7 +51,7 @@ class PatchState:
     def exchange_edits(self) -> None:
         """Give every edited attribute the value that it had before the last exchange, the last edit first.
 
-        So one call undoes an applied patch, and the next one applies it again with all that was proven about it. A
+        So one call undoes an applied patch, and the next one applies it again with all that was checked about it. A
         value that somebody else has set since then stays: TRL's LM head, accelerate's hook.
         """
         # Backwards, because a slot may be edited twice: a causal LM's forward is, for its head and for its arguments.

@@ -118,7 +118,7 @@ class Unpadding:
     generates: bool
     runs_by_row: frozenset[str]  # arguments of cross-attention to images, which runs on padded rows
     is_on: bool = True  # whether calls run without pads; off while padded calls are measured
-    takes_left: bool = True  # whether rows padded on the left run without their pads; the proof finds it
+    takes_left: bool = True  # whether rows padded on the left run without their pads; the check finds it
     watch: Watch | None = None  # called for every call that runs without its pads
     # Whether the next backward refuses a loss that reads pads, and the model's name in that error.
     guards: bool = True

@@ -295,7 +295,7 @@ class PackedRun(Base):
             self.save_reports(output_dir or self.args.output_dir)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with a section on packing and its proof."""
+        """Write TRL's model card, with a section on packing and its check."""
         card: Any = super().create_model_card
         card(*args, **kwargs)
         if self.is_world_process_zero():
@@ -307,15 +307,15 @@ class PackedRun(Base):
 
     @figure("section on packing in the model card")
     def _card_section(self) -> str:
-        settings, said = self.args.card_settings, self._proof_as_text()
+        settings, said = self.args.card_settings, self._check_as_text()
         return packing_section(settings, self.packing_reports, self.exactness, said=said)
 
-    def _proof_as_text(self) -> str:
-        """Return the card's sentence on the proof, for a run without a report."""
+    def _check_as_text(self) -> str:
+        """Return the card's sentence on the check, for a run without a report."""
         return ""
 
     def save_reports(self, folder: str | Path) -> None:
-        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+        """Write `packing_report.json` and, once checked, `exactness_report.json` into a folder."""
         if self.exactness is not None:
             write_json(Path(folder) / "exactness_report.json", self.exactness.to_dict())
         reports: dict[str, Any] = {name: report.to_dict() for name, report in self.packing_reports.items()}

@@ -333,7 +333,7 @@ class PaddingFreeRun(TrainerCallback):
             f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
         ]
         compared = f"; difference of the first batch from its rows alone: {', '.join(first)}" if first else ""
-        return f"without padding proven on {', '.join(self.models)} before the first step{compared}."
+        return f"without padding checked on {', '.join(self.models)} before the first step{compared}."
 
     def _check_call(
         self, name: str, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any

@@ -189,7 +189,7 @@ class PackedPreference(RecutSteps):
         columns = sorted({column for row in self._rows for column in row})
         return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
 
-    def _proof_as_text(self) -> str:
+    def _check_as_text(self) -> str:
         run = attached_run(self)
         return "" if run is None else run.said
 

@@ -59,7 +59,7 @@ def _gathered_unevenly(run: Training) -> Any:
     is called once, so it may gather. The modules in a mixer run once for each group of documents, so they may not.
     """
     state = find_state(run.model)
-    if state is None or not run.trainer.is_proven_wrapped:
+    if state is None or not run.trainer.is_checked_wrapped:
         return None
     fsdp: Any = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
     policy = None if fsdp is None else fsdp2_prepare_auto_wrap_policy(fsdp, run.model)

@@ -1,4 +1,4 @@
-"""The section on packing and its proof in TRL's model card."""
+"""The section on packing and its check in TRL's model card."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def packing_section(
     *,
     said: str = "",
 ) -> str:
-    """Write the section in Markdown: settings, counts of the data, the proof, and versions.
+    """Write the section in Markdown: settings, counts of the data, the check, and versions.
 
-    It also says if nothing was checked. `said` is the proof of a run that has no report.
+    It also says if nothing was checked. `said` is the check of a run that has no report.
     """
     shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
     told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
@@ -36,7 +36,7 @@ def packing_section(
         "",
         *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
           for name, report in reports.items()),
-        f"- Exactness: {said or _proof(exactness)}",
+        f"- Exactness: {said or _check(exactness)}",
         "- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + ".",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -58,7 +58,7 @@ def add_section(text: str, section: str) -> str:
     return f"{before.rstrip()}\n\n{section}{after}"
 
 
-def _proof(exactness: ExactnessReport | None) -> str:
+def _check(exactness: ExactnessReport | None) -> str:
     if exactness is None:
         return "not checked before training (`check_packing=False`)."
     rows = ", ".join(str(row) for row in exactness.rows if row.words.label)

@@ -1,1 +1,1 @@
-"""`PackedSFTTrainer` and its parts: datasets and loaders, proof, loss head, padded terms of the loss."""
+"""`PackedSFTTrainer` and its parts: datasets and loaders, check, loss head, padded terms of the loss."""

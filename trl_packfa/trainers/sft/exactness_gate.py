@@ -21,15 +21,15 @@ from ...exactness import (
     ExactnessReport,
     check,
     check_batch,
+    check_identity,
+    check_of_machine,
     check_sharded_row,
-    keep_proof,
-    machines_proof,
-    proof_identity,
-    reusable_proof,
+    keep_check,
+    reusable_check,
 )
 from ...parallel.ranks import agree, from_main_rank, row_group
 from ...patching.apply import find_state
-from ...terminal.progress import proving
+from ...terminal.progress import checking
 from ...terminal.telling import tell
 from .selective import save_attention
 
@@ -48,10 +48,10 @@ class ExactnessGate:
         self.accelerator: Accelerator = trainer.accelerator
         self._group = row_group(self.args, self.accelerator)
         self.report: ExactnessReport | None = None
-        self._has_proven_batch = False
+        self._has_checked_batch = False
 
-    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
-        """Run the check on every rank, and keep the report; see [`PackedSFTTrainer.prove`]."""
+    def check(self, checkpoint: str | None = None) -> ExactnessReport:
+        """Run the check on every rank, and keep the report; see [`PackedSFTTrainer.check`]."""
         model = self.trainer.model
         # DeepSpeed's engine runs the model if its weights are sharded.
         engine = self.trainer.deepspeed if self.trainer.is_zero3_enabled else model
@@ -63,36 +63,36 @@ class ExactnessGate:
             )
         self.switch_checkpointing(model)
         identity = self._identity()
-        saved = from_main_rank(self.accelerator, lambda: self._proven_before(checkpoint, identity))
+        saved = from_main_rank(self.accelerator, lambda: self._checked_before(checkpoint, identity))
         if saved is not None:
-            logger.info("trl-packfa: %s; proven %s, nothing has changed since", saved, saved.taken_from)
+            logger.info("trl-packfa: %s; checked %s, nothing has changed since", saved, saved.taken_from)
             self.report = saved
             return saved
-        proven = self._proven_by_patch() if engine is model else None
+        report = self._checked_by_patch() if engine is model else None
         # All ranks must make the same calls.
-        everywhere: Any = self.accelerator.gather(torch.tensor([proven is not None], device=self.accelerator.device))
+        everywhere: Any = self.accelerator.gather(torch.tensor([report is not None], device=self.accelerator.device))
         if not everywhere.all():
-            proven = self._check(engine)
-            logger.info("trl-packfa: %s in %.1f s", proven, proven.seconds)
+            report = self._check(engine)
+            logger.info("trl-packfa: %s in %.1f s", report, report.seconds)
         else:
-            assert proven is not None
-            logger.info("trl-packfa: %s; proven when the model was patched", proven)
-        self.report = self._with_sharded_rows(replace(proven, identity=identity), engine)
+            assert report is not None
+            logger.info("trl-packfa: %s; checked when the model was patched", report)
+        self.report = self._with_sharded_rows(replace(report, identity=identity), engine)
         if self._is_kept and self.accelerator.is_main_process:
-            keep_proof(model, self.report)
+            keep_check(model, self.report)
         return self.report
 
     @property
     def _is_kept(self) -> bool:
-        """`True` if the proof serves later runs on this machine: of one process, whose weights are whole."""
+        """`True` if the check serves later runs on this machine: of one process, whose weights are whole."""
         return self.accelerator.num_processes == 1
 
-    def _proven_before(self, checkpoint: str | None, identity: str) -> ExactnessReport | None:
+    def _checked_before(self, checkpoint: str | None, identity: str) -> ExactnessReport | None:
         """Return the report of the checkpoint to resume from, or of an earlier run on this machine."""
-        if checkpoint is not None and (saved := reusable_proof(checkpoint, identity)) is not None:
+        if checkpoint is not None and (saved := reusable_check(checkpoint, identity)) is not None:
             return saved
         known = self._is_kept and not self.args.recheck
-        return machines_proof(self.trainer.model, identity) if known else None
+        return check_of_machine(self.trainer.model, identity) if known else None
 
     def tell(self, report: ExactnessReport) -> None:
         """Tell the verdict of the check before a run."""
@@ -108,7 +108,7 @@ class ExactnessGate:
         return {"collator": self.trainer.data_collator, "documents": documents, "seed": self.args.seed}
 
     def _check(self, engine: Any) -> ExactnessReport:
-        def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
+        def run_check(progress: Callable[[str, float], None]) -> ExactnessReport:
             # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
             # would not use them.
             with self.accelerator.autocast(), uncompiled(engine):
@@ -118,8 +118,8 @@ class ExactnessGate:
             return report
 
         shown = self.accelerator.is_main_process and not self.args.disable_tqdm
-        with proving("proving on this model that no document sees another", shown=shown) as progress:
-            return agree(self.accelerator, lambda: proof(progress))
+        with checking("checking on this model that no document sees another", shown=shown) as progress:
+            return agree(self.accelerator, lambda: run_check(progress))
 
     def _with_sharded_rows(self, report: ExactnessReport, engine: Any) -> ExactnessReport:
         """Return the report with the check of rows that processes share; unchanged if none do."""
@@ -148,22 +148,22 @@ class ExactnessGate:
         options = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
         (switch or model.gradient_checkpointing_enable)(given or None, **options)
 
-    def _proven_by_patch(self) -> ExactnessReport | None:
+    def _checked_by_patch(self) -> ExactnessReport | None:
         """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
         model, collator = self.trainer.model, self.trainer.data_collator
         state = find_state(model)
         if state is None or state.report is None or type(collator) is not DataCollatorForPacking:
             return None
         with self.accelerator.autocast():
-            same = state.report.identity == proof_identity(model)
+            same = state.report.identity == check_identity(model)
         return state.report if same and not collator.pad_to_multiple_of else None
 
     def _identity(self) -> str:
-        """Hash everything that the proof depends on."""
+        """Hash everything that the check depends on."""
         args, collator = self.args, self.trainer.data_collator
-        # The proof holds for the run's autocast only, so the autocast is part of the hash.
+        # The check holds for the run's autocast only, so the autocast is part of the hash.
         with self.accelerator.autocast():
-            return proof_identity(
+            return check_identity(
                 self.trainer.model,
                 collator=(type(collator).__module__, type(collator).__qualname__),
                 engine=(self.accelerator.distributed_type, self.accelerator.num_processes, args.sequence_parallel),
@@ -171,15 +171,15 @@ class ExactnessGate:
                 compiled=args.torch_compile,
             )
 
-    def prove_first_batch(self, model: Any, inputs: dict[str, Any]) -> None:
+    def check_first_batch(self, model: Any, inputs: dict[str, Any]) -> None:
         """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass."""
-        if self._has_proven_batch or not self.args.check_packing:
+        if self._has_checked_batch or not self.args.check_packing:
             return
         batches = micro_batches_of(inputs)
         if not batches:
             return
         # All ranks come here with the same batch number, because `agree` below waits for all of them.
-        self._has_proven_batch = True
+        self._has_checked_batch = True
         names = (FIRST_LABELS, LOSSES, SOURCES)
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}

@@ -60,7 +60,7 @@ class TrainsOnImages(PackedRun, SFTTrainer):
     """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and its check."""
 
     _tokenizer: Any
-    _recut_is_proven = False
+    _recut_is_checked = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps."""
@@ -97,15 +97,15 @@ class TrainsOnImages(PackedRun, SFTTrainer):
             return self._why_images_stay(own_collator=False)
         return super()._why_kept()
 
-    def prove_recut_images(self, model: Any) -> None:
+    def check_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""
         cutter = self._cutter
         if not isinstance(cutter, ImageCutter) or cutter.sample is None:
             return
         (together, alone), cutter.sample = cutter.sample, None
-        if not self.args.check_packing or self._recut_is_proven:
+        if not self.args.check_packing or self._recut_is_checked:
             return
-        self._recut_is_proven = True
+        self._recut_is_checked = True
 
         def compare() -> None:
             with self.compute_loss_context_manager():

@@ -1,6 +1,6 @@
 """Changes of a model's code besides our patch: Liger's own patch, and layers that torch compiles.
 
-The Trainer would apply Liger's when training starts. That is too late: the exactness check would have proven another
+The Trainer would apply Liger's when training starts. That is too late: the exactness check would have checked another
 model, and Liger's forwards would replace those that keep documents apart.
 """
 

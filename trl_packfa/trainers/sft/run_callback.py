@@ -22,9 +22,9 @@ class RunCallback(TrainerCallback):
         self._began = (0.0, 0)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Require the proof and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
+        """Require the check and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
         trainer = self.trainer
-        trainer._require_proof()
+        trainer._require_check()
         trainer._add_noise()
         tell_data(trainer, trainer.packing_reports, trainer.packing_plan)
         self._began = (time.perf_counter(), trainer._total_train_tokens)

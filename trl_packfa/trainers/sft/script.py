@@ -81,11 +81,11 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
         _show(trainer)
     if choice.preview and trainer.is_world_process_zero():
         print(trainer.preview_batch())
-    # A preference trainer has already proven its models when it patched them.
-    if kind is SFT and trainer.args.packing and args.check_packing and not trainer.is_proven_wrapped:
-        proof = trainer.prove(args.resume_from_checkpoint)  # on every rank, because ranks wait for each other
+    # A preference trainer has already checked its models when it patched them.
+    if kind is SFT and trainer.args.packing and args.check_packing and not trainer.is_checked_wrapped:
+        report = trainer.check(args.resume_from_checkpoint)  # on every rank, because ranks wait for each other
         if shown:
-            _show_proof(proof)
+            _show_check(report)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except KeyboardInterrupt:
@@ -187,11 +187,11 @@ def _show(trainer: PackedSFTTrainer) -> None:
         console.print(plan_table(plan))
 
 
-def _show_proof(proof: ExactnessReport) -> None:
+def _show_check(report: ExactnessReport) -> None:
     """Print the verdict of the exactness check and its measurements."""
-    print(proof.told, flush=True)
-    if not proof.taken_from:
-        print_table(proof.table())
+    print(report.told, flush=True)
+    if not report.taken_from:
+        print_table(report.table())
 
 
 def build_trainer(

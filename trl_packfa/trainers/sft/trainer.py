@@ -185,7 +185,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
         self._pads_rows = self._wants_rows()
-        self._patch(unpad=args.share_prefixes)  # prefixes are proven with padded rows
+        self._patch(unpad=args.share_prefixes)  # prefixes are checked with padded rows
         self._speed.sharing = unpadding_of(model) if args.share_prefixes else None
         if not self.is_zero3_enabled:  # there accelerate compiles the whole model
             compile_by_layer(model, args, self.accelerator)
@@ -208,7 +208,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def _patch(self, *, unpad: bool) -> None:
         """Patch the model. If the user's own code gets padded rows, it computes no pads, where it can do without."""
-        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
+        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's check
             try:
                 patch(self.model, unpad=unpad or self._pads_rows, **self.args.patch_options)
             except PackingError as error:
@@ -377,12 +377,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     ) -> torch.Tensor:
         """Run TRL's training step for each micro-batch of a batch."""
         if self.args.packing:
-            self._gate.prove_first_batch(model, inputs)
+            self._gate.check_first_batch(model, inputs)
         self._speed.start(self._total_train_tokens)
         if (step := getattr(inputs, "step", None)) is not None:
             self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
             self._total_train_tokens -= step.untrained if step.is_last else 0  # TRL will have added them
-            self.prove_recut_images(model)
+            self.check_recut_images(model)
         return run_batch(self, inputs, model, lambda part: self._run_micro_batch(model, part, num_items_in_batch))
 
     def _prepare_input(self, data: Any) -> Any:
@@ -471,11 +471,11 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         with self._speed.paused(), changed_already(self.model, self.args):
             return super().evaluate(*args, **kwargs)
 
-    # Proof -----------------------------------------------------------------------------------------------------------
+    # Check -----------------------------------------------------------------------------------------------------------
 
     @property
     def exactness(self) -> ExactnessReport | None:
-        """The exactness check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.prove`] has run it."""
+        """The exactness check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.check`] has run it."""
         return self._gate.report
 
     @property
@@ -485,35 +485,35 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
 
     @property
-    def is_proven_wrapped(self) -> bool:
+    def is_checked_wrapped(self) -> bool:
         """`True` if the exactness check waits for the wrapped model, because an unsharded one may fit no device."""
         return self.is_fsdp_enabled or self.is_zero3_enabled
 
-    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
+    def check(self, checkpoint: str | None = None) -> ExactnessReport:
         """Run the exactness check on the model as it will train, on every rank, and keep the report.
 
         Args:
             checkpoint (`str`, *optional*):
-                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
+                The checkpoint to resume from. Its check is reused if nothing has changed that a check depends on.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        return self._gate.prove(checkpoint)
+        return self._gate.check(checkpoint)
 
-    def _require_proof(self) -> None:
+    def _require_check(self) -> None:
         if self.args.packing:
             self._head.choose(self.model_wrapped)
             if self.args.check_packing and self.exactness is None:
-                self._gate.tell(self.prove(self._resumed_from))
+                self._gate.tell(self.check(self._resumed_from))
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _before_training(self) -> Iterator[None]:
-        if not self.is_proven_wrapped:  # otherwise the callback does it once the model is wrapped
-            self._require_proof()
+        if not self.is_checked_wrapped:  # otherwise the callback does it once the model is wrapped
+            self._require_check()
         with changed_already(self.model, self.args):
             yield
 

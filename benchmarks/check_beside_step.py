@@ -1,6 +1,6 @@
 """Measure the cost of the exactness check, compared with one optimizer step of the same training.
 
-    python benchmarks/proof_beside_step.py --model NAME_OR_PATH --dataset FILE_OR_NAME [--json]
+    python benchmarks/check_beside_step.py --model NAME_OR_PATH --dataset FILE_OR_NAME [--json]
 
 The other arguments are those of `trl-packfa bench`.
 """
@@ -52,7 +52,7 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
         data = {"train_dataset": load_from_disk(str(folder / "train")), "processing_class": tokenizer}
         run = {"output_dir": str(folder / "output"), "max_steps": _STEPS}
         trainer: Any = build_trainer(Side("step"), setup.args, model, data, **run)
-        seconds = trainer.prove().seconds
+        seconds = trainer.check().seconds
         clock = _Clock()
         trainer.remove_callback(PrinterCallback)  # only the table is printed
         trainer.add_callback(clock)

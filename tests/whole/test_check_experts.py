@@ -3,7 +3,7 @@
 import pytest
 import torch
 from selection import exhaustive
-from test_proof_power import LAYER, with_dtype
+from test_check_power import LAYER, with_dtype
 from tiny_models import small_model
 
 from trl_packfa import check, patch

@@ -1,14 +1,14 @@
-"""Take the proof of a model once in a process, for tests of something else than the proof. Hundreds of tests train the
-same small model, and the proof was half of their time. The key is the product's own identity of a proof, with what
+"""Take the check of a model once in a process, for tests of something else than the check. Hundreds of tests train the
+same small model, and the check was half of their time. The key is the product's own identity of a check, with what
 only a test changes: hooks, and forwards that are set on classes. A test that breaks a model in another way is marked
-`own_proof`."""
+`own_check`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trl_packfa import api
-from trl_packfa.exactness import proof_identity
+from trl_packfa.exactness import check_identity
 from trl_packfa.trainers.sft import exactness_gate
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
@@ -20,7 +20,7 @@ def _key(model: Any, *facts: str) -> tuple[Any, ...]:
         (name, type(module).forward, *(tuple(vars(module)[hooks].values()) for hooks in _HOOKS))
         for name, module in model.named_modules()
     ]
-    return proof_identity(model), model.training, facts, tuple(modules)
+    return check_identity(model), model.training, facts, tuple(modules)
 
 
 def remembered(check: Callable, *names: str) -> Callable:
@@ -52,7 +52,7 @@ def remember(replace: Callable) -> None:
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Take every proof anew in this block."""
+    """Take every check anew in this block."""
     remembering = exactness_gate.check, api.check_unpadding
     exactness_gate.check, api.check_unpadding = _TAKEN, _TAKEN_UNPADDED
     try:

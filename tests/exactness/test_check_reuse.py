@@ -1,4 +1,4 @@
-"""A resumed run takes the proof of its checkpoint if nothing is another that the proof depends on."""
+"""A resumed run takes the check of its checkpoint if nothing is another that the check depends on."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa import api, check, patch
-from trl_packfa.exactness import keep_proof, machines_proof, proof_identity, reusable_proof, reuse
+from trl_packfa.exactness import check_identity, check_of_machine, keep_check, reusable_check, reuse
 from trl_packfa.exactness.reuse import code_digest
-from trl_packfa.trainers.sft import exactness_gate as proving
+from trl_packfa.trainers.sft import exactness_gate as gate
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    return watched(monkeypatch, proving, "check")
+    return watched(monkeypatch, gate, "check")
 
 
 def run(folder, *, resume=None, **options):
@@ -31,7 +31,7 @@ def run(folder, *, resume=None, **options):
     return trained(packed_trainer(args), resume_from_checkpoint=resume)
 
 
-def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
+def test_a_resumed_run_is_not_checked_again(tmp_path, checks):
     whole = run(tmp_path)
     resumed = run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
     assert len(checks) == 1 and resumed.exactness.verdict == "exact"
@@ -45,11 +45,11 @@ def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
     {"attention_backend": "reference"},
     *in_full({"gradient_checkpointing": True}, {"fused_kernels": False}),
 ])  # fmt: skip
-def test_what_has_changed_is_proven(tmp_path, checks, change):
+def test_what_has_changed_is_checked(tmp_path, checks, change):
     """The control: one thing at a time."""
     run(tmp_path)
     trainer = packed_trainer(arguments(out=tmp_path, **change))
-    trainer.prove(str(tmp_path / "checkpoint-2"))
+    trainer.check(str(tmp_path / "checkpoint-2"))
     assert len(checks) == 2
 
 
@@ -57,8 +57,8 @@ def test_what_has_changed_is_proven(tmp_path, checks, change):
 def test_another_process_has_the_same_identity():
     """PEFT keeps target modules in a set, which has another order in every process."""
     lines = "import tiny; from peft import get_peft_model; from training import lora_config"
-    lines += "; from trl_packfa import patch; from trl_packfa.exactness import proof_identity"
-    lines += "; print(proof_identity(patch(get_peft_model(tiny.model(layers=1), lora_config()))))"
+    lines += "; from trl_packfa import patch; from trl_packfa.exactness import check_identity"
+    lines += "; print(check_identity(patch(get_peft_model(tiny.model(layers=1), lora_config()))))"
     command, found = [sys.executable, "-c", lines], set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -68,25 +68,25 @@ def test_another_process_has_the_same_identity():
 
 def test_what_an_identity_is_made_of(monkeypatch):
     def identity(**options):
-        return proof_identity(patch(tiny.model(layers=1), **options))
+        return check_identity(patch(tiny.model(layers=1), **options))
 
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     same = identity()
     assert identity() == same  # not of weights, nor of objects
-    found = [identity(backend="reference"), proof_identity(tiny.model(layers=1))]
-    found += [proof_identity(patch(tiny.model(layers=1).bfloat16())), proof_identity(patch(tiny.model(layers=2)))]
+    found = [identity(backend="reference"), check_identity(tiny.model(layers=1))]
+    found += [check_identity(patch(tiny.model(layers=1).bfloat16())), check_identity(patch(tiny.model(layers=2)))]
     with torch.autocast("cpu", torch.bfloat16):
         found.append(identity())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     found.append(identity())
     hooked = patch(tiny.model(layers=1))
     hooked.model.layers[0].register_forward_hook(lambda module, args, output: None)
-    found.append(proof_identity(hooked))
+    found.append(check_identity(hooked))
     assert len({same, *found}) == len(found) + 1
 
 
 def test_code_of_the_package_and_of_the_patches_counts(tmp_path, monkeypatch):
-    """In a clone `patches` lies beside the package: a proof of another patch must not be taken again."""
+    """In a clone `patches` lies beside the package: a check of another patch must not be taken again."""
     read = []
     monkeypatch.setattr(reuse, "code_digest", lambda *roots: read.extend(roots))
     reuse._own_code.__wrapped__()
@@ -106,93 +106,93 @@ def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
     trainer = run(tmp_path)
     path, identity = tmp_path / "checkpoint-2" / "exactness_report.json", trainer.exactness.identity
     written = json.loads(path.read_text())
-    assert reusable_proof(path.parent, identity) is not None
+    assert reusable_check(path.parent, identity) is not None
     leak = [{**row, "difference": 1.0} if row["kind"] == "isolation" else row for row in written["rows"]]
     for text in ("", "[]", "{}", json.dumps({**written, "rows": leak}), json.dumps({**written, "identity": ""})):
         path.write_text(text)
-        assert reusable_proof(path.parent, identity) is None
-    assert reusable_proof(tmp_path / "nowhere", identity) is None
+        assert reusable_check(path.parent, identity) is None
+    assert reusable_check(tmp_path / "nowhere", identity) is None
 
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRL_PACKFA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "proofs"
+    return tmp_path / "cache" / "checks"
 
 
-def proven(tmp_path, **options):
+def checked_run(tmp_path, **options):
     options = {"model": tiny.model(layers=2), **options}
     trainer = packed_trainer(arguments(out=tmp_path, recheck=options.pop("recheck", False)), **options)
     trainer.train()
     return trainer
 
 
-def test_a_second_run_on_this_machine_is_not_proven_again(tmp_path, checks, kept):
-    first, second = proven(tmp_path), proven(tmp_path)
+def test_a_second_run_on_this_machine_is_not_checked_again(tmp_path, checks, kept):
+    first, second = checked_run(tmp_path), checked_run(tmp_path)
     assert len(checks) == 1 and len(list(kept.iterdir())) == 1
     assert second.exactness.taken_from.startswith("on this machine on 20") and not first.exactness.taken_from
-    assert second.exactness.is_exact and "first batch" in second.exactness  # its own first batch is proven
+    assert second.exactness.is_exact and "first batch" in second.exactness  # its own first batch is checked
     assert losses(first) == losses(second)
 
 
-def test_other_weights_another_adapter_and_recheck_are_proven(tmp_path, checks, kept):
-    proven(tmp_path)
+def test_other_weights_another_adapter_and_recheck_are_checked(tmp_path, checks, kept):
+    checked_run(tmp_path)
     other = tiny.model(layers=2)
     with torch.no_grad():
         other.lm_head.weight.mul_(2.0)
-    proven(tmp_path, model=other)
-    proven(tmp_path, peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    proven(tmp_path, recheck=True)
+    checked_run(tmp_path, model=other)
+    checked_run(tmp_path, peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    checked_run(tmp_path, recheck=True)
     assert len(checks) == 4 and len(list(kept.iterdir())) == 3
 
 
 def test_nothing_is_kept_of_what_is_not_exact_nor_in_an_empty_folder(tmp_path, kept, monkeypatch):
     model = patch(tiny.model(layers=1))
     report = check(model)
-    keep_proof(model, replace(report, identity="a").with_rows([report["isolation"]._replace(difference=1.0)]))
+    keep_check(model, replace(report, identity="a").with_rows([report["isolation"]._replace(difference=1.0)]))
     assert not kept.exists()
-    keep_proof(model, replace(report, identity="a"))
-    assert machines_proof(model, "a").is_exact and machines_proof(model, "b") is None
+    keep_check(model, replace(report, identity="a"))
+    assert check_of_machine(model, "a").is_exact and check_of_machine(model, "b") is None
     monkeypatch.setenv("TRL_PACKFA_CACHE", "")
-    keep_proof(model, replace(report, identity="a"))
-    assert machines_proof(model, "a") is None
+    keep_check(model, replace(report, identity="a"))
+    assert check_of_machine(model, "a") is None
 
 
 def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, checks, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRL_PACKFA_CACHE", str(tmp_path / "file"))
-    assert proven(tmp_path).exactness.is_exact and proven(tmp_path).exactness.is_exact
+    assert checked_run(tmp_path).exactness.is_exact and checked_run(tmp_path).exactness.is_exact
     assert len(checks) == 2
 
 
-def test_another_attention_implementation_is_proven_anew():
+def test_another_attention_implementation_is_checked_anew():
     """Level rebatch computes with it, and `to_dict` of a config does not tell it."""
     model = patch(small_model("roformer"))
-    before = proof_identity(model)
+    before = check_identity(model)
     model.config._attn_implementation = "eager" if model.config._attn_implementation != "eager" else "sdpa"
-    assert proof_identity(model) != before
+    assert check_identity(model) != before
 
 
 @pytest.fixture
-def proofs(monkeypatch):
+def takers(monkeypatch):
     """How often a model is checked, by `patch` and by the trainer, where the code was never measured."""
     count, check = [], api.check
     monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
-    for by, module in (("patch", api), ("trainer", proving)):
+    for by, module in (("patch", api), ("trainer", gate)):
         monkeypatch.setattr(module, "check", lambda *args, by=by, **given: count.append(by) or check(*args, **given))
     return count
 
 
 @pytest.mark.parametrize("options", [{}, *in_full({"bf16": True}, {"gradient_checkpointing": True})])
-def test_a_trainer_takes_the_proof_that_patch_had_to_make(options, tmp_path, proofs, caplog):
+def test_a_trainer_takes_the_check_that_patch_had_to_make(options, tmp_path, takers, caplog):
     trainer = packed_trainer(arguments(out=tmp_path, **options))
     assert "has not been measured under packing: checking this model" in caplog.text
     trainer.train()
-    assert proofs == ["patch"] and trainer.exactness.is_exact and "first batch" in trainer.exactness
+    assert takers == ["patch"] and trainer.exactness.is_exact and "first batch" in trainer.exactness
 
 
-def test_what_patch_proved_of_another_model_is_no_proof(tmp_path, proofs):
+def test_what_patch_proved_of_another_model_does_not_count(tmp_path, takers):
     """The controls: another dtype of what computes, and an adapter that came later."""
     model = patch(tiny.model(layers=2))
     trained(packed_trainer(arguments(out=tmp_path), model=model))
-    assert proofs[0] == "patch" and proofs[-1] in ("patch", "trainer") and len(proofs) == 2
+    assert takers[0] == "patch" and takers[-1] in ("patch", "trainer") and len(takers) == 2

@@ -1,7 +1,7 @@
-"""Measure the cost of the proof: CPU seconds of one core and peak memory, by vocabulary size or for a real model.
+"""Measure the cost of the check: CPU seconds of one core and peak memory, by vocabulary size or for a real model.
 
-    python benchmarks/proof_cost.py
-    python benchmarks/proof_cost.py --model FOLDER --dtypes float32 bfloat16
+    python benchmarks/check_cost.py
+    python benchmarks/check_cost.py --model FOLDER --dtypes float32 bfloat16
 
 Each row runs in its own process with one thread.
 """

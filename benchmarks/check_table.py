@@ -1,11 +1,11 @@
-"""Measure false alarms of the proof: every exact model type, small, in every precision, with several seeds and scales.
+"""Measure false alarms of the check: every exact model type, small, in every precision, with several seeds and scales.
 
-    PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
-    PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --summary
-    PYTHONPATH=tools python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
+    PYTHONPATH=tools python benchmarks/check_table.py --out check.jsonl --seeds 0 1 2 3 4
+    PYTHONPATH=tools python benchmarks/check_table.py --out check.jsonl --summary
+    PYTHONPATH=tools python benchmarks/check_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
 
 Each row is one check: `exact`, a false alarm, or `cannot run` if the model itself cannot run in this setting. All rows
-take hours; rows that are in the file do not run again. `tests/whole/test_proof_power.py` tests a few of them.
+take hours; rows that are in the file do not run again. `tests/whole/test_check_power.py` tests a few of them.
 """
 
 import argparse
