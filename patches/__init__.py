@@ -5,6 +5,7 @@ The tuple `PATCHES` lists all supported architectures.
 
 from trl_packfa.patches import (
     bloom,
+    by_document,
     doge,
     falcon,
     gemma2,
@@ -25,7 +26,6 @@ from trl_packfa.patches import (
     positions,
     qwen2,
     qwen3,
-    rebatch,
     sparse,
     windows,
     xglm,
@@ -36,5 +36,5 @@ PATCHES: tuple[Patch, ...] = (
     llama.PATCH, mistral.PATCH, granite.PATCH, phi.PATCH, phi3.PATCH, qwen2.PATCH, qwen3.PATCH, gemma2.PATCH,
     gemma3.PATCH, bloom.PATCH, doge.PATCH, falcon.PATCH, git.PATCH, mpt.PATCH, xglm.PATCH, interface.PATCH,
     windows.PATCH, gptj.PATCH, gpt_neo.PATCH, gpt_neox_japanese.PATCH, positions.PATCH, sparse.PATCH, hybrids.PATCH,
-    own_attention.PATCH, rebatch.PATCH,
+    own_attention.PATCH, by_document.PATCH,
 )  # fmt: skip

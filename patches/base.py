@@ -187,10 +187,10 @@ class AttentionPatch(Patch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RebatchPatch(Patch):
+class DocumentPatch(Patch):
     """A patch of architectures that mix tokens in other ways: the whole backbone runs document by document."""
 
-    level: ClassVar[str] = "rebatch"
+    level: ClassVar[str] = "document"
 
 
 @dataclass(frozen=True, kw_only=True)

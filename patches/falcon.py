@@ -8,7 +8,7 @@ import torch
 
 from trl_packfa.attention import AttentionArguments
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import AttentionPatch, Heads, Instead, RebatchPatch
+from trl_packfa.patches.base import AttentionPatch, DocumentPatch, Heads, Instead
 from trl_packfa.patches.llama import Embeddings
 
 
@@ -38,5 +38,5 @@ PATCH = AttentionPatch(
     makes_mask=True,
     # Models with ALiBi round the bias to bfloat16 and add it before or after scaling, depending on their attention.
     # So they run their own attention, document by document.
-    instead=Instead(has_alibi, RebatchPatch(model_types=("falcon",))),
+    instead=Instead(has_alibi, DocumentPatch(model_types=("falcon",))),
 )

@@ -86,7 +86,7 @@ _WHY = {
     "attention": "attention rewritten for packed tokens",
     "interface": "attention through transformers' interface",
     "module": "by document unless its own kernels honour boundaries: {modules}",
-    "rebatch": "the whole backbone by document: it mixes tokens in ways that no single module contains",
+    "document": "the whole backbone by document: it mixes tokens in ways that no single module contains",
 }
 
 

@@ -98,7 +98,7 @@ _LEVELS = {
     "along the row, and sparse indexers, run by document",
     "module": "what mixes tokens beside or instead of attention runs by document, or on its own kernels where those "
     "provably honour boundaries; everything else is packed",
-    "rebatch": "the whole backbone runs by document, in right-padded groups of similar lengths",
+    "document": "the whole backbone runs by document, in right-padded groups of similar lengths",
 }
 
 

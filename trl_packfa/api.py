@@ -21,7 +21,7 @@ from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_identity, check_unpadding
 from .kernels.lm_head.chunked import undo_head
-from .patches.base import GroupsPatch, InterfacePatch, Patch, RebatchPatch, StackPatch
+from .patches.base import DocumentPatch, GroupsPatch, InterfacePatch, Patch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching import inspect
 from .patching.apply import (
@@ -149,10 +149,10 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         patch = inspect.get_patch(model)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
-            # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
+            # The fast level comes first. Level `document` runs the whole backbone document by document, which is exact
             # for every causal model.
-            interface, rebatch = InterfacePatch(model_types=(name,)), RebatchPatch(model_types=(name,))
-            for patch in (interface, stack, rebatch, groups) if unpad else (interface, rebatch):
+            interface, by_document = InterfacePatch(model_types=(name,)), DocumentPatch(model_types=(name,))
+            for patch in (interface, stack, by_document, groups) if unpad else (interface, by_document):
                 said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
                 found.append(_Candidate(patch, code, on_success=said))
         return found, refusal

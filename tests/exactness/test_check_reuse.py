@@ -166,7 +166,7 @@ def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, checks, monkeypatc
 
 
 def test_another_attention_implementation_is_checked_anew():
-    """Level rebatch computes with it, and `to_dict` of a config does not tell it."""
+    """Level document computes with it, and `to_dict` of a config does not tell it."""
     model = patch(small_model("roformer"))
     before = check_identity(model)
     model.config._attn_implementation = "eager" if model.config._attn_implementation != "eager" else "sdpa"

@@ -16,12 +16,12 @@ from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
 from trl_packfa.patches.base import (
     AttentionPatch,
+    DocumentPatch,
     FunctionPatch,
     GroupsPatch,
     Instead,
     InterfacePatch,
     ModulePatch,
-    RebatchPatch,
     StackPatch,
 )
 from trl_packfa.patching.apply import apply_patch, find_state
@@ -38,7 +38,7 @@ def fresh_registry():
 def test_unknown_architecture_names_the_nearest_and_what_was_tried():
     model = small_model("cpmant")
     model.config.model_type = "lama"
-    expected = r"type 'lama'(.|\n)*nearest: llama(.|\n)*register_patch\(\)(.|\n)*level rebatch: packing is not"
+    expected = r"type 'lama'(.|\n)*nearest: llama(.|\n)*register_patch\(\)(.|\n)*level document: packing is not"
     with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
     assert describe(model) == "not patched"
@@ -168,7 +168,7 @@ def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = patch(small_model("smollm3", num_hidden_layers=1))
     assert "level: interface" in describe(model)
-    with pytest.raises(UnsupportedModel, match=r"level rebatch: packing is not exact|sorts the row's tokens"):
+    with pytest.raises(UnsupportedModel, match=r"level document: packing is not exact|sorts the row's tokens"):
         patch(small_model("reformer"))
 
 
@@ -184,7 +184,7 @@ def test_a_patch_that_names_a_class_twice_is_refused():
     ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)
 
 
-@pytest.mark.parametrize("kind", [InterfacePatch, RebatchPatch, StackPatch, GroupsPatch, FunctionPatch])
+@pytest.mark.parametrize("kind", [InterfacePatch, DocumentPatch, StackPatch, GroupsPatch, FunctionPatch])
 @pytest.mark.parametrize("field", [{"mixers": ("M",)}, {"makes_mask": True}, {"output": "out_proj"}, {"bias": len}])
 def test_a_patch_takes_no_field_that_its_level_never_reads(kind, field):
     own = {"functions": {"A": "_attn"}, "arguments": len} if kind is FunctionPatch else {}
@@ -194,7 +194,7 @@ def test_a_patch_takes_no_field_that_its_level_never_reads(kind, field):
 
 
 def test_a_model_whose_config_another_patch_is_for_gets_that_patch(fresh_registry):
-    other = RebatchPatch(model_types=("mine",))
+    other = DocumentPatch(model_types=("mine",))
     mine = InterfacePatch(model_types=("mine",), instead=Instead(lambda config: config.hidden_act == "gelu", other))
     register_patch(mine)
     model = tiny.model()

@@ -16,7 +16,7 @@ from trl_packfa import PackedLayout, api, check, describe, patch, registered_pat
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patches import measured, registry
-from trl_packfa.patches.base import ModulePatch, RebatchPatch
+from trl_packfa.patches.base import DocumentPatch, ModulePatch
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 from trl_packfa.patching.mixers import MixerOverride
 
@@ -72,13 +72,13 @@ def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
 
 def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
     model = mixing(Smear, unknown_model())
-    assert "level: rebatch" in describe(patch(model))
+    assert "level: document" in describe(patch(model))
     assert check(model).is_exact
 
 
 def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
     model = mixing(Blur, unknown_model())
-    with pytest.raises(UnsupportedModel, match=r"level interface: (.|\n)*level rebatch: packing is not exact"):
+    with pytest.raises(UnsupportedModel, match=r"level interface: (.|\n)*level document: packing is not exact"):
         patch(model)
     assert describe(model) == "not patched"
     assert not any("forward" in vars(module) for module in model.modules())
@@ -298,7 +298,7 @@ def test_a_real_mixer_uses_an_installed_kernel_that_honours_boundaries(monkeypat
 
 
 def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
-    wrong = RebatchPatch(model_types=("never_heard_of",), origin="somebody")
+    wrong = DocumentPatch(model_types=("never_heard_of",), origin="somebody")
     monkeypatch.setitem(registry._table(), "never_heard_of", wrong)
     assert "patch from somebody" in describe(patch(unknown_model()))
     with pytest.raises(ContaminationError):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.versions
 LEVELS = {
     "llama": "attention", "gemma3_text": "attention", "phi3": "attention", "mixtral": "interface",
     "gpt_oss": "interface", "smollm3": "interface", "deepseek_v3": "interface", "gpt2": "interface",
-    "mamba2": "module", "qwen3_next": "module", "granitemoehybrid": "module", "openai-gpt": "rebatch",
+    "mamba2": "module", "qwen3_next": "module", "granitemoehybrid": "module", "openai-gpt": "document",
 }  # fmt: skip
 # The keywords by which this transformers takes a cache: both while the old one is deprecated.
 CACHES = [

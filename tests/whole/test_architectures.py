@@ -13,7 +13,7 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from trl_packfa import PackedLayout, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
-from trl_packfa.patches.base import InterfacePatch, RebatchPatch
+from trl_packfa.patches.base import DocumentPatch, InterfacePatch
 from trl_packfa.patches.measured import fingerprint, results
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.versions import installed_version
@@ -207,7 +207,7 @@ def test_generation_and_its_cache_are_untouched(model_type):
 def test_what_is_not_causal_under_padding_is_not_called_exact():
     """cpmant puts prompt tokens before the row: padding changes it, which is no rounding noise."""
     model = small_model("cpmant")
-    apply_patch(model, RebatchPatch(model_types=("cpmant",)))
+    apply_patch(model, DocumentPatch(model_types=("cpmant",)))
     assert check(model).verdict == "differs"
 
 

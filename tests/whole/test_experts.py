@@ -193,7 +193,7 @@ def test_types_whose_loss_trl_cannot_compute_are_trained_with_their_own(tmp_path
 
 @pytest.mark.parametrize("name", ["granitemoe", "phimoe", "deepseek_v4"])
 def test_packed_and_padded_calls_give_the_models_own_auxiliary_loss(name):
-    """On levels interface and rebatch."""
+    """On levels interface and document."""
     model = small_model(name, num_hidden_layers=2)
     documents = tiny.documents((13, 5, 29))
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)

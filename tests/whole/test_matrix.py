@@ -20,7 +20,7 @@ def test_every_version_keeps_its_fingerprints_and_the_newest_the_say():
     exact = {"verdict": "exact", "config_type": "a", "source": "one", "level": "attention"}
     whole = matrix.merged({}, {"transformers": "5.9.0"}, {"a": exact}, interface="masks")
     whole = matrix.merged(whole, {"transformers": "5.10.0"}, {"a": {**exact, "source": "two", "level": "attention"}})
-    whole = matrix.merged(whole, {"transformers": "5.8.0"}, {"a": {**exact, "source": "old", "level": "rebatch"}})
+    whole = matrix.merged(whole, {"transformers": "5.8.0"}, {"a": {**exact, "source": "old", "level": "document"}})
     assert whole["transformers"] == ["5.8.0", "5.9.0", "5.10.0"] and whole["versions"] == {"transformers": "5.10.0"}
     assert whole["interfaces"] == {"5.8.0": "", "5.9.0": "masks", "5.10.0": ""}
     assert whole["types"]["a"]["level"] == "attention"

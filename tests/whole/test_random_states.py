@@ -106,7 +106,7 @@ def test_rows_draw_what_a_padded_run_of_as_many_epochs_does(tmp_path, options):
 
 @pytest.mark.parametrize("name", ["llama", "mamba", "mixtral", "roformer"])
 def test_patch_and_check_leave_the_generators_alone(name):
-    """Levels attention, module, interface and rebatch."""
+    """Levels attention, module, interface and document."""
     model = small_model(name, num_hidden_layers=1)
     set_seed(7)
     before = states()

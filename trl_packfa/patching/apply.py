@@ -27,19 +27,19 @@ from ..kernels.rotary import PlainRotation
 from ..override import Override
 from ..patches.base import (
     AttentionPatch,
+    DocumentPatch,
     EncoderPatch,
     FunctionPatch,
     GroupsPatch,
     InterfacePatch,
     Patch,
-    RebatchPatch,
     StackPatch,
 )
 from . import bitsandbytes
 from .attention_interface import InterfaceOptions, interface_config, mask_config, require_registered
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
-from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
+from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
 from .inspect import class_names, find_parts, forward_takes, inner_model
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
@@ -73,10 +73,10 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     options = options or PatchOptions()
     require_registered()
     backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
-    if isinstance(patch, RebatchPatch) and options.backend != "auto":
+    if isinstance(patch, DocumentPatch) and options.backend != "auto":
         raise NoBackend(
             f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
-            "rebatch).",
+            "document).",
             why=["such a model's backbone runs document by document, with the model's own attention"],
             do="Pass backend='auto' (trainers: attention_backend='auto'), and choose the model's attn_implementation.",
         )
@@ -94,7 +94,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
         by_row = ARGUMENTS if parts.takes_images and cross_attention_of(parts.backbone) else frozenset()
         state.unpadding = Unpadding(parts.stack, sharing, generates=not parts.padded_only, runs_by_row=by_row)
     for module in (parts.backbone, *parts.mixers.values()):
-        require_in_packed_rows(module, by_document=isinstance(patch, RebatchPatch) or module is not parts.backbone)
+        require_in_packed_rows(module, by_document=isinstance(patch, DocumentPatch) or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state) + _plan_masks(inner, state)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
@@ -221,7 +221,7 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
         assert unpadding is not None
         return [EncoderOverride(backbone, unpadding), StackOverride(parts.stack, unpadding)]
     overrides: list[Override] = [
-        (RebatchOverride if isinstance(patch, RebatchPatch) else BackboneOverride)(backbone, state)
+        (DocumentOverride if isinstance(patch, DocumentPatch) else BackboneOverride)(backbone, state)
     ]
     # TRL's fused head would score every position of the padded batch, pads too.
     head = None if unpadding is None or inner is backbone else LabelledHead(inner)
@@ -240,7 +240,7 @@ def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
 def _plan_inside(state: PatchState) -> list[Override]:
     """Return the overrides of modules inside the backbone, other than attention."""
     backbone, mixers = state.parts.backbone, state.parts.mixers
-    if isinstance(state.patch, (RebatchPatch, GroupsPatch)):
+    if isinstance(state.patch, (DocumentPatch, GroupsPatch)):
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module) for module in rotary]

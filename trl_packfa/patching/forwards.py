@@ -35,7 +35,7 @@ from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
 from ..override import NamedOverride, Override, forward_signature
-from ..patches.base import QKV, AttentionPatch, FunctionPatch, Heads, InterfacePatch, RebatchPatch, StackPatch
+from ..patches.base import QKV, AttentionPatch, DocumentPatch, FunctionPatch, Heads, InterfacePatch, StackPatch
 from . import cross_attention, router_loss
 from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions
@@ -91,7 +91,7 @@ class BackboneOverride(_PackedForward):
     def __init__(self, module: nn.Module, state: PatchState) -> None:
         patch = state.patch
         self.encoder, self.makes_mask = isinstance(patch, StackPatch), patch.makes_mask
-        by_document = isinstance(patch, RebatchPatch)
+        by_document = isinstance(patch, DocumentPatch)
         # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
         # from 0. Other positions of the caller would be ignored, so they are refused.
         beside = isinstance(patch, InterfacePatch) and patch.beside
@@ -197,7 +197,7 @@ class BackboneOverride(_PackedForward):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if isinstance(self.state.patch, (RebatchPatch, FunctionPatch)) or self.state.parts.mixers:
+        if isinstance(self.state.patch, (DocumentPatch, FunctionPatch)) or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",
@@ -252,7 +252,7 @@ def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, A
     return call
 
 
-class RebatchOverride(BackboneOverride):
+class DocumentOverride(BackboneOverride):
     """Forward of a backbone that runs as a whole, document by document: exact for every causal backbone."""
 
     @around_graphs

@@ -21,13 +21,13 @@ from ..errors import UnsupportedModel
 from ..parallel.zero3 import whole_shape
 from ..patches.base import (
     AttentionPatch,
+    DocumentPatch,
     EncoderPatch,
     FunctionPatch,
     GroupsPatch,
     InterfacePatch,
     ModulePatch,
     Patch,
-    RebatchPatch,
     StackPatch,
 )
 from ..patches.registry import get_patch_for_type
@@ -247,7 +247,7 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
 
 def _find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool) -> dict[str, nn.Module]:
     """Return the attention modules by name, all of them causal unless the model's mask decides that (`by_mask`)."""
-    if isinstance(patch, (RebatchPatch, GroupsPatch)):
+    if isinstance(patch, (DocumentPatch, GroupsPatch)):
         return {}
     if isinstance(patch, FunctionPatch):
         return _find_by_class(backbone, patch.functions)
@@ -329,7 +329,7 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
 
     Raise [`UnsupportedModel`] if a window reaches the attention through the mask alone.
     """
-    if isinstance(patch, RebatchPatch):
+    if isinstance(patch, DocumentPatch):
         return ()
     if isinstance(patch, (AttentionPatch, FunctionPatch)):
         return tuple(patch.arguments(module).sliding_window for module in attention.values())

@@ -20,7 +20,7 @@ from ..config.options import PatchOptions
 from ..errors import PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
-from ..patches.base import AttentionPatch, FunctionPatch, InterfacePatch, Patch, RebatchPatch
+from ..patches.base import AttentionPatch, DocumentPatch, FunctionPatch, InterfacePatch, Patch
 from ..patches.registry import find_patch_for_type
 from .inspect import find_parts, inner_model, model_type
 from .rotary import LENGTH_DEPENDENT
@@ -68,7 +68,7 @@ def _why_not_served(name: str, patch: Patch) -> str | None:
     """Return why a type is not served; `None` if its patch changes only attention, through transformers' interface."""
     if name in _NOT_BY_NAME:
         return _NOT_BY_NAME[name]
-    if isinstance(patch, RebatchPatch):
+    if isinstance(patch, DocumentPatch):
         return "its documents must run one by one: it mixes tokens in ways that no single module contains"
     if patch.level == "module":
         return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"

@@ -10,7 +10,7 @@ from torch import nn
 from ..attention import BackendChoice
 from ..config.options import PatchOptions
 from ..errors import UnsupportedModel
-from ..patches.base import AttentionPatch, Patch, RebatchPatch
+from ..patches.base import AttentionPatch, DocumentPatch, Patch
 from .inspect import ModelParts
 from .unpadding import Unpadding
 
@@ -73,7 +73,7 @@ class PatchState:
     @property
     def needs_whole_documents(self) -> str | None:
         """Reason why modules beside attention need the tokens of whole documents, `None` if they do not."""
-        if isinstance(self.patch, RebatchPatch):
+        if isinstance(self.patch, DocumentPatch):
             return "the backbone runs document by document"
         if names := sorted({type(module).__name__ for module in self.parts.mixers.values()}):
             return f"documents run one by one in {', '.join(names)}"

@@ -39,7 +39,7 @@ def _too_small_halves(run: Training) -> Any:
 def runs_by_document(model: nn.Module) -> bool:
     """Tell whether the backbone of a patched model runs document by document."""
     state = find_state(model)
-    return state is not None and state.patch.level == "rebatch"
+    return state is not None and state.patch.level == "document"
 
 
 def _unshared(run: Training) -> Any:
@@ -69,7 +69,7 @@ def _gathered_unevenly(run: Training) -> Any:
     # Under ZeRO-3 all modules gather; under FSDP2 layers, unless the `auto_wrap_policy` goes by size or names others.
     uneven = sorted(name for name, parts in inside.items()
                     if any(fsdp is None or (policy is not None and policy(part)) for part in parts))  # fmt: skip
-    uneven = ["the backbone"] if state.patch.level == "rebatch" else uneven
+    uneven = ["the backbone"] if state.patch.level == "document" else uneven
     named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
     return uneven and ("DeepSpeed ZeRO-3" if fsdp is None else "FSDP2", named)
 

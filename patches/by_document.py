@@ -5,9 +5,9 @@ relative positions that are computed once for all layers. The backbone runs in r
 similar length. This is exact for every causal model, needs no kernel and works on any device; its cost is the padding.
 """
 
-from trl_packfa.patches.base import RebatchPatch
+from trl_packfa.patches.base import DocumentPatch
 
-PATCH = RebatchPatch(
+PATCH = DocumentPatch(
     model_types=(
         "blt", "deepseek_v4", "llama4", "llama4_text", "openai-gpt", "roformer", "xlm", "xlnet",
     ),
