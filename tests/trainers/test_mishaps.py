@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from trl_trainers import build_packed
 
 from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
+from trl_packfa.parallel import ranks
 from trl_packfa.trainers.base.packed_run import LOCK, only_run_in
 from trl_packfa.trainers.saving.checkpoint_files import last_whole_checkpoint
 from trl_packfa.trainers.sft.throughput import LossWatch, memory_advice
@@ -166,14 +167,17 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path):
 
 
 def test_lock_that_one_rank_misses_is_refused_on_every_rank_and_released(tmp_path, monkeypatch):
-    ranks, refused = SimpleNamespace(num_processes=2), (InvalidConfig, "another run is training into it")
+    of_two, refused = SimpleNamespace(num_processes=2), (InvalidConfig, "another run is training into it")
     monkeypatch.setattr(ranks, "gather_object", lambda mine: [*mine, refused])  # the other rank's answer
     for folder in (tmp_path, None):  # a rank that saves, and one that does not
-        with pytest.raises(InvalidConfig, match="rank 1 of 2: another run is training"), only_run_in(folder, ranks):
+        with (
+            pytest.raises(InvalidConfig, match="rank 1 of 2: another run is training"),
+            only_run_in(folder, of_two),
+        ):
             raise AssertionError("entered")
     assert not (tmp_path / LOCK).exists()
     monkeypatch.setattr(ranks, "gather_object", lambda mine: [*mine, None])
-    with only_run_in(tmp_path, ranks), pytest.raises(InvalidConfig), only_run_in(tmp_path):
+    with only_run_in(tmp_path, of_two), pytest.raises(InvalidConfig), only_run_in(tmp_path):
         raise AssertionError("locked twice")
 
 
