@@ -1,4 +1,4 @@
-"""PackedSFTTrainer in place of SFTTrainer: packed QLoRA with its check. python recipes/ten_line_swap.py"""
+"""PackedSFTTrainer in place of SFTTrainer: packed QLoRA, checked before it trains. python recipes/ten_line_swap.py"""
 
 from datasets import load_dataset
 

@@ -62,7 +62,7 @@ def patch(
         model (`torch.nn.Module`):
             A transformers causal LM, bare or wrapped.
         backend (`str`, *optional*, defaults to `"auto"`):
-            Attention backend: `"auto"` or one of `trl-packfa env`.
+            Attention backend: `"auto"`, or a name that `trl-packfa env` lists.
         fused_kernels (`bool`, *optional*, defaults to `True`):
             In packed calls, compute RMSNorms, rotary embeddings and SwiGLU in fewer passes over memory: on CUDA with
             liger-kernel if it is installed, on a CPU in chunks. Compute LoRA layers together with their base layers;

@@ -17,7 +17,7 @@ Figure = TypeVar("Figure")
 # The advice of every message about a model or dataset that cannot be packed.
 TRAIN_PADDED = "train padded, by TRL's own trainer or PackedSFTConfig(packing=False)"
 # The same for models in float8: torchao's recipe that scales each token by itself.
-BY_TOKEN = "convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name('rowwise')) of torchao.float8"
+ROWWISE = "convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name('rowwise')) of torchao.float8"
 
 
 class PackingError(ValueError):

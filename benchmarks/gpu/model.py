@@ -48,9 +48,9 @@ from trl_packfa import PackedLayout, patch
 from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
-from trl_packfa.kernels import liger
-from trl_packfa.kernels.lm_head import chunked
-from trl_packfa.kernels.lora import layers, projections
+from trl_packfa.kernels import devices, liger
+from trl_packfa.kernels.lm_head.chunked import ChunkedHead
+from trl_packfa.kernels.lora import projections
 from trl_packfa.layout import from_call
 from trl_packfa.patching.inspect import inner_model
 
@@ -276,9 +276,8 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         on_any_device(patched, varlen.VarlenBackend)
         for module in (liger, projections):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
-        for module in (layers, chunked):
-            patched.setattr(module, "_is_cpu", lambda device: False)
-        patched.setattr(layers, "_makes_float32", lambda device: "dtype" in torch.ops.aten.mm.overloads())
+        patched.setattr(devices, "is_cpu", lambda device: False)
+        patched.setattr(devices, "makes_float32", lambda device: "dtype" in torch.ops.aten.mm.overloads())
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
@@ -365,7 +364,7 @@ def build(setting: Setting, fakes: FakeTensorMode) -> Any:
         _make_fake(model)
         if ours:
             inner: Any = inner_model(model)
-            inner.forward = head = chunked.ChunkedHead(inner, inner.forward)
+            inner.forward = head = ChunkedHead(inner, inner.forward)
             head.measures = setting.logs
             patch(model, backend="varlen")
     return model.train()

@@ -10,6 +10,7 @@ from training import arguments, logs_of, lora_config, losses, packed_trainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_packfa.kernels import devices
 from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead, Head, LogProbs, Transform, positions_per_chunk
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
@@ -60,9 +61,10 @@ def model_without_labels(model):
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
 def test_gradients_are_those_of_the_logits(trains, transform, on_cpu, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
-    values = {"_TILE": 0, "_TILE_ON_GPU": 0, "_FEWEST": 64, "_is_cpu": lambda device: on_cpu}
+    values = {"_TILE": 0, "_TILE_ON_GPU": 0, "_FEWEST": 64}
     for name, value in values.items():
         monkeypatch.setattr(chunked, name, value)
+    monkeypatch.setattr(devices, "is_cpu", lambda device: on_cpu)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(trains in (which, "both"))
@@ -101,7 +103,7 @@ def test_of_equal_logits_the_first_is_the_likeliest():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, on_cpu, monkeypatch):
     """Hidden states and head. A loss's gradient of one thousandth is no power of two; some tokens are likely."""
-    monkeypatch.setattr(chunked, "_is_cpu", lambda device: on_cpu)
+    monkeypatch.setattr(devices, "is_cpu", lambda device: on_cpu)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (150, 40))
     labels = torch.randint(0, 40, (150,), generator=generator)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import BY_TOKEN, TRAIN_PADDED, UnsupportedModel
+from ..errors import ROWWISE, TRAIN_PADDED, UnsupportedModel
 from ..patching.inspect import model_config
 from .table import EXACT, REFUSED, UNKNOWN
 
@@ -154,7 +154,7 @@ def _shared_scale(layer: Any) -> tuple[str, str, str] | None:
         do = "Create it with threshold=0.0, which is exact, quantize it in 4 bits"
         return f"bitsandbytes' Linear8bitLt with a threshold of {threshold}", _OUTLIERS.what, do
     if kind == "Float8Linear" and layer.config.cast_config_input.scaling_granularity.name != "AXISWISE":
-        do = f"Convert the model with {BY_TOKEN}, which is exact"
+        do = f"Convert the model with {ROWWISE}, which is exact"
         return "torchao's Float8Linear with one scale for each tensor", _OF_THE_BATCH.what, do
     return None
 

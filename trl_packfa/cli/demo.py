@@ -12,7 +12,7 @@ from .output import Commands
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    demo = commands.add_parser("demo", help="packed QLoRA fine-tune with check, on a CPU, without downloads")
+    demo = commands.add_parser("demo", help="checked and packed QLoRA fine-tune, on a CPU, without downloads")
     for option in fields(DemoOptions):
         kind = str if option.default is None else type(option.default)
         demo.add_argument(f"--{option.name}", type=kind, default=option.default, help=option.metadata["help"])

@@ -1,1 +1,1 @@
-"""What a run is asked for: configs, and the table of what a run requires."""
+"""Configs of runs, and the table of what a run requires."""

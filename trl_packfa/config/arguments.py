@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import RewardConfig
 
-from ..errors import BY_TOKEN
+from ..errors import ROWWISE
 from .requirements import Found, Requirement, Run
 
 # Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.
@@ -50,7 +50,7 @@ FLOAT8 = Requirement(
     lambda r: (r.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8",
     "mixed_precision='fp8' of accelerate cannot be packed.",
     why="accelerate converts layers after the check, and scales the activations of a whole batch by one number",
-    do=f"Launch with mixed_precision 'bf16', and give the trainer a model that you convert: {BY_TOKEN}.")  # fmt: skip
+    do=f"Launch with mixed_precision 'bf16', and give the trainer a model that you convert: {ROWWISE}.")  # fmt: skip
 
 # Of whoever computes padded batches without pads: the configs of preference and online trainers, `padding_free`.
 WITHOUT_PADS = (

@@ -18,7 +18,7 @@ class PatchOptions:
     backend: str = field(
         default="auto",
         metadata={
-            "help": "Attention backend: `'auto'`, or a name from `trl-packfa env`. A named backend is used, or "
+            "help": "Attention backend: `'auto'`, or a name that `trl-packfa env` lists. A named backend is used, or "
             "an error says why it cannot be."
         },
     )

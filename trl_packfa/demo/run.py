@@ -141,7 +141,7 @@ def _save_and_load_back(
     fresh = PackedSFTTrainer(loaded, PackedSFTConfig(**_arguments(options)), **data)
     RichProgressCallback.attach(fresh, "", console)
     loss = fresh.evaluate()["eval_loss"]
-    console.print(f"adapter, check and packing report saved in {path}; loaded back: held-out loss {loss:.3f}")
+    console.print(f"adapter and reports saved in {path}; loaded back: held-out loss {loss:.3f}")
     return loss
 
 

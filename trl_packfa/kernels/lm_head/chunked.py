@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from ...autocast import HALF, autocast_dtype, outside_autocast
 from ...compile import around_graphs, outside_of_graphs
 from ...override import Override, forward_signature
 from ...parallel.zero3 import is_in_parts
+from .. import devices
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _TILE, _TILE_IN_HALF, _TILE_ON_GPU = 16 * 1024**2, 4 * 1024**2, 128 * 1024**2
 # Numbers of positions are multiples of it; smaller chunks would read the head's weight too often.
 _FEWEST = 128
-# Whether CUDA's products of half precision can be added to float32 without being rounded first.
-_ADDS_TO_FLOAT32 = Version(torch.__version__) >= Version("2.8")
 
 
 class Head(Override):
@@ -221,8 +219,8 @@ def scaled(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the product of two matrices to `total`, float32. CUDA does not round it first (torch 2.8 and newer)."""
-    if _ADDS_TO_FLOAT32 and total.is_cuda and left.dtype in HALF:
+    """Add the product of two matrices to `total`, float32. CUDA does not round it first."""
+    if left.dtype in HALF and devices.makes_float32(total.device):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
@@ -248,10 +246,6 @@ class Transform(NamedTuple):
         if divisor and text.model_type == "hyperclovax":  # it multiplies by it
             scale = divisor
         return cls(scale, getattr(text, "final_logit_softcapping", None))
-
-
-def _is_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 def positions_per_chunk(dtype: torch.dtype, words: int, *, on_cpu: bool) -> int:
@@ -280,7 +274,7 @@ class Chunks:
 
     def __iter__(self) -> Iterator[tuple[slice, Chunk]]:
         words = self.states.shape[1] if self.weight is None else len(self.weight)
-        on_cpu = _is_cpu(self.states.device)
+        on_cpu = devices.is_cpu(self.states.device)
         size = min(positions_per_chunk(self.dtype, words, on_cpu=on_cpu), len(self.states))
         products = self.states.new_empty((size, words), dtype=self.dtype)
         floats = products if self.dtype == torch.float32 else torch.empty_like(products, dtype=torch.float32)
@@ -327,7 +321,7 @@ class Chunk:
         """
         # Of a likely target 1 - p has few digits left if p was rounded to half precision.
         of_target = torch.expm1(self.logits.gather(-1, self.target)).to(self.products.dtype)
-        if _is_cpu(self.logits.device):  # where torch's exponential of float32 in half precision is slow
+        if devices.is_cpu(self.logits.device):  # where torch's exponential of float32 in half precision is slow
             self.products.copy_(self.logits.exp_())
         else:
             torch.exp(self.logits, out=self.products)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...autocast import HALF
+from .. import devices
 from .dropout import Masks
 from .projections import Projection
 
@@ -43,20 +44,11 @@ def chunks(*tensors: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ..
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def _is_cpu(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
 def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the number of tokens of a chunk, for products in `dtype` whose temporaries have this many features."""
-    if not _is_cpu(device):
+    if not devices.is_cpu(device):
         return _ON_GPU
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
-
-
-def _makes_float32(device: torch.device) -> bool:
-    """Tell whether a device multiplies half precision into float32: CUDA does, from torch 2.8 on."""
-    return device.type == "cuda" and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()
 
 
 def _add_up(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
@@ -65,11 +57,11 @@ def _add_up(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, wid
     `wide` asks for one product in float32 too, where the device makes it.
     """
     half = a.dtype in HALF
-    if half and wide and _makes_float32(a.device):
+    if half and wide and devices.makes_float32(a.device):
         product = torch.mm(a.T, b, out_dtype=torch.float32)
     else:
         # On a CPU a transposed copy of a narrow `a` is faster in half precision.
-        product = (a.T.contiguous() if half and _is_cpu(a.device) else a.T) @ b
+        product = (a.T.contiguous() if half and devices.is_cpu(a.device) else a.T) @ b
     if total is None:
         return product
     return (total.float() if half else total).add_(product)
@@ -197,7 +189,7 @@ class Layers:
             outer_TR[:, adapter.ranks].addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
             pair = (inner_TR[:, adapter.ranks], grad)
             # On a CPU products with the wide dimension last are faster.
-            pair = pair if _is_cpu(grad.device) else pair[::-1]
+            pair = pair if devices.is_cpu(grad.device) else pair[::-1]
             self._grad_Bs[adapter.layer] = _add_up(total, *pair, wide=self._wide)
         begun = False
         for group in self._groups:
@@ -222,5 +214,5 @@ class Layers:
             alone = self._groups is self.adapters
             grad_A = self._grad_As[number] if alone else self._grad_As[self._groups[0].layer][adapter.ranks]
             found[2 * number] = grad_A.to(adapter.lora_A.dtype)
-            found[2 * number + 1] = (grad_B.T if _is_cpu(grad_B.device) else grad_B).to(adapter.lora_B.dtype)
+            found[2 * number + 1] = (grad_B.T if devices.is_cpu(grad_B.device) else grad_B).to(adapter.lora_B.dtype)
         return found

@@ -1,1 +1,1 @@
-"""What the packed trainers share."""
+"""Common base of the packed trainers: arguments, models and runs."""

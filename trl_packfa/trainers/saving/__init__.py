@@ -1,1 +1,1 @@
-"""What a checkpoint and a finished run keep."""
+"""Files of checkpoints and of finished runs."""

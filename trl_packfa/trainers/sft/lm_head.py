@@ -121,7 +121,7 @@ class LossHead:
 
     @property
     def scores_own_logits(self) -> bool:
-        """Whether the model's own logits are scored."""
+        """`True` if the model's own logits are scored."""
         return not isinstance(self.module, ChunkedHead)
 
     def measures(self, state: TrainerState, *, is_training: bool) -> bool:
