@@ -17,7 +17,7 @@ from attention_speed import (
     document_lengths,
     draw_lengths,
 )
-from planning_speed import bench_pack, bench_steps
+from planning_speed import bench_pack, bench_start, bench_steps
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
@@ -90,6 +90,15 @@ def test_bench_steps_plans_a_step_of_many_ranks():
     rows = bench_steps(ranks=[2, 16], row=256, mix="short")
     assert [row["documents"] for row in rows] == [8, 128, 64, 1024] and all(row["CPU ms"] >= 0 for row in rows)
     assert all(row["micro-batches"] <= row["accumulation"] and 1 <= row["imbalance"] < 2 for row in rows)
+
+
+def test_bench_start_counts_once_and_maps_the_counts_then():
+    rows = bench_start(documents=[20_000])
+    assert [row["part"] for row in rows] == [
+        "lengths, first rank",
+        "lengths, another rank",
+        "plan of an epoch, 8 ranks",
+    ]
 
 
 @pytest.mark.slow

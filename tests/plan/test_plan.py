@@ -125,6 +125,18 @@ def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
     assert_estimate(sampled.cost, whole.cost)
 
 
+@pytest.mark.parametrize("strategy", [PADDED, MINIBATCH, STEP])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_large_datasets_are_drawn_in_part_and_near_the_whole(monkeypatch, strategy, drop_last):
+    lengths, batching = np.array(UNEVEN * 20 + [3]), Batching(strategy, 2, 4, world_size=2, drop_last=drop_last)
+    whole = plan_epoch(lengths, batching)
+    monkeypatch.setattr(epoch_plan, "_DRAWN", len(lengths) // 4)
+    part = plan_epoch(lengths, batching)
+    assert (part.steps, part.documents) == (whole.steps, whole.documents)
+    for name in ("tokens", "rows", "micro_batches", "cost"):
+        assert_estimate(getattr(part, name), getattr(whole, name))
+
+
 def test_equal_lengths_gain_nothing(tmp_path):
     plan = made(tmp_path, [100] * 64)
     assert all(plan.speed_up(outcome) == pytest.approx(1) for outcome in plan.outcomes.values())

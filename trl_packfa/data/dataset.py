@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 # The logger of what packing does to each dataset. Code that shows these counts in another way switches it off.
 COUNTS = "trl_packfa.counts"
-# Number of a stream's documents that one call cuts.
-_CUT_TOGETHER = 100
+# Numbers of documents of which one call counts the tokens, and of a stream's documents that one call cuts.
+_COUNTED, _CUT_TOGETHER = 10_000, 100
 
 
 AnyDataset = Dataset | IterableDataset
@@ -51,23 +51,26 @@ def read_tokens(dataset: Dataset) -> Tokens:
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
     rows = [ROW_LENGTHS] if ROW_LENGTHS in dataset.column_names else []
     masks = (_trained(table, labels) for table in tables(dataset, labels, *rows))
-    return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
+    return Tokens(read_lengths(dataset).astype(np.int64), TrainedTokens.from_masks(masks))
 
 
 def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
-    """Count the tokens of each document of a tokenized dataset, int64, shape `(S,)`. Labels are not read.
+    """Count the tokens of each document of a tokenized dataset, int32, shape `(S,)`, read-only. Labels are not read.
 
     Of a row whose documents share prefixes ([`SAVED`]), these are the tokens that are computed.
+
+    `datasets` caches the counts by the fingerprint of the dataset's contents. The array is that file, mapped, so the
+    processes of a machine hold one copy of it. It has 32 bits: widen what is multiplied.
     """
-    shares = column == "input_ids" and SAVED in dataset.column_names
-    saved = [table[SAVED].to_numpy() for table in tables(dataset, SAVED)] if shares else []
-    counted = dataset.select_columns([column]).with_format("arrow")
-    # `datasets` caches the result by the fingerprint of the dataset's contents.
-    options: dict[str, Any] = {"batched": True, "batch_size": 10_000, "remove_columns": [column]}
-    counted = counted.map(_count, fn_kwargs={"column": column}, desc="Counting tokens", **options)
-    parts = [table["length"].to_numpy() for table in tables(counted, "length")]
-    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-    return lengths - np.concatenate(saved) if saved else lengths
+    if not len(dataset):
+        return np.zeros(0, dtype=np.int32)
+    columns = [column, SAVED] if column == "input_ids" and SAVED in dataset.column_names else [column]
+    options: dict[str, Any] = {"batched": True, "writer_batch_size": len(dataset), "desc": "Counting tokens"}
+    counted = dataset.select_columns(columns).with_format("arrow")
+    counted = counted.map(_count, batch_size=_COUNTED, remove_columns=columns, fn_kwargs={"column": column}, **options)
+    if len(dataset) > _COUNTED:  # as one part, which numpy maps without a copy
+        counted = counted.map(batch_size=None, **options)
+    return next(tables(counted, "length", batch_size=len(dataset)))["length"].chunk(0).to_numpy()
 
 
 def read_sizes(dataset: Dataset, lengths: np.ndarray) -> np.ndarray:
@@ -102,7 +105,10 @@ def count_trained(dataset: Dataset) -> int:
 
 
 def _count(table: Any, column: str) -> Any:
-    return pa.table({"length": pc.call_function("list_value_length", [table[column]]).cast(pa.int64())})
+    lengths = pc.call_function("list_value_length", [table[column]])
+    if SAVED in table.column_names:
+        lengths = pc.call_function("subtract", [lengths, table[SAVED]])
+    return pa.table({"length": lengths.cast(pa.int32())})
 
 
 def _trained(table: Any, labels: str) -> np.ndarray:

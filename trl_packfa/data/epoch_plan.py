@@ -9,7 +9,7 @@ Shape letters: R rounds (in a round every rank runs one micro-batch), W ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from ..packing import MINIBATCH, PADDED, Strategy, document_cost
 from .batching import FREE, Batching
 
 # Number of evenly spaced steps, or rounds of rows, that are sampled from a longer epoch. Means over them are within a
-# few per cent. Of large steps fewer are cut, so that construction takes seconds on any number of ranks.
-_SAMPLED, _FEWEST, _DOCUMENTS = 100, 4, 200_000
+# few per cent. Of large steps fewer are cut, so that construction takes seconds on any number of ranks, and of a large
+# dataset evenly spaced documents are drawn.
+_SAMPLED, _FEWEST, _DOCUMENTS, _DRAWN = 100, 4, 200_000, 2_000_000
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,14 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
         rounds = _measured(shares, batching, of=len(planned))
         slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
     else:
-        drawn = batching.draw(lengths)
+        drawn = batching.draw(lengths[:: -(-documents // _DRAWN)])
+        slots, rest = divmod(documents, batching.world_size * batching.batch_size)
+        slots += bool(rest and not batching.drop_last)
+        share = slots / max(len(drawn), 1)
         if batching.drop_last:
-            documents, tokens = int((drawn > 0).sum()), int(drawn.sum())
-        slots = len(drawn)
+            documents, tokens = documents - rest, int(drawn.sum() * share)
         rounds = _recut(drawn, lengths, batching) if batching.strategy.recuts_steps else _as_drawn(drawn, batching)
+        rounds = replace(rounds, of=rounds.of * share)
         rows, fill = rounds.of * batching.world_size, None
         if not batching.strategy.packs:
             rows, fill = float(documents), _ratio(rounds.true.sum(), rounds.computed.sum())

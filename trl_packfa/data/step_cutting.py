@@ -104,8 +104,7 @@ class StepPlan(TokenBudget, Plan):
         self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
         # Terms of the loss that depend on a padded micro-batch, and NEFTune's noise, need them.
         self.tells_origins = cut != FREE or trainer.neftune_noise_alpha is not None
-        # In 32 bits, because every rank holds those of all documents.
-        self.lengths = read_lengths(dataset).astype(np.int32)
+        self.lengths = read_lengths(dataset)
         # For origins: all tokens of each row, those of a prefix that it holds several times included.
         self.sizes = read_sizes(dataset, self.lengths) if self.tells_origins else self.lengths
         self._rows = dataset

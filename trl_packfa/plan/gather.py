@@ -111,7 +111,7 @@ def _rows_of_turns(name: str, prepared: Tokenized, args: PackedSFTConfig) -> Sou
         prepared.dataset, max_length=args.max_length, overflow=args.overflow, name=name, as_padded=True
     )
     rows, report = join(examples, report, limit=args.max_length, name=name)
-    lengths = read_lengths(rows)
+    lengths = read_lengths(rows).astype(np.int64)
     # Where a row's trained tokens stand does not matter, as rows are not cut.
     counts = [sum(label != -100 for label in labels) for labels in rows["labels"]]
     trained = [min(count, int(length)) for count, length in zip(counts, lengths, strict=True)]

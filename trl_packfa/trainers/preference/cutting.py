@@ -229,7 +229,9 @@ Rows = tuple[tuple[str, ...], ...]
 def row_lengths(dataset: Dataset, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Count the tokens of every row of a tokenized dataset's pairs, and of its prompt; both int64 `(P, R)`."""
     # Each column is read once: the rows of a pair share their prompt.
-    columns = {column: read_lengths(dataset, column) for column in dict.fromkeys(chain.from_iterable(rows))}
+    columns = {
+        column: read_lengths(dataset, column).astype(np.int64) for column in dict.fromkeys(chain.from_iterable(rows))
+    }
     lengths = np.stack([sum(columns[column] for column in row) for row in rows], axis=1)
     return lengths, lengths - np.stack([columns[row[-1]] for row in rows], axis=1)
 

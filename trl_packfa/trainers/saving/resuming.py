@@ -42,8 +42,9 @@ def identity(
     found = {"version": __version__, "tokenizer": vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
         lengths = [read_lengths(train_dataset, column) for column in columns]
-        digest = hashlib.sha256(np.ascontiguousarray(np.concatenate(lengths), dtype=np.int64).tobytes())
-        labelled = hashlib.sha256()
+        digest, labelled = hashlib.sha256(), hashlib.sha256()
+        for of in lengths:
+            digest.update(of)
         # Lengths differ for nearly all other datasets. A few contents detect replaced or reordered documents.
         for i in np.linspace(0, len(train_dataset) - 1, num=min(_SAMPLED, len(train_dataset)), dtype=int):
             if labels in train_dataset.column_names:
