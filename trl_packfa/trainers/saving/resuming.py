@@ -44,7 +44,7 @@ def identity(
         lengths = [read_lengths(train_dataset, column) for column in columns]
         digest, labelled = hashlib.sha256(), hashlib.sha256()
         for of in lengths:
-            digest.update(of)
+            digest.update(of.data)
         # Lengths differ for nearly all other datasets. A few contents detect replaced or reordered documents.
         for i in np.linspace(0, len(train_dataset) - 1, num=min(_SAMPLED, len(train_dataset)), dtype=int):
             if labels in train_dataset.column_names:
