@@ -116,7 +116,7 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
     if accelerator.num_processes == 1:
         return
     # Send a checksum, because the lengths of a large dataset would be megabytes.
-    found = gather_object([(len(lengths), zlib.crc32(np.ascontiguousarray(lengths)))])
+    found = gather_object([(len(lengths), zlib.crc32(np.ascontiguousarray(lengths).data))])
     if len(set(found)) > 1:
         counts = ", ".join(f"rank {rank} {count} ({check:08x})" for rank, (count, check) in enumerate(found))
         raise InvalidDataset(
