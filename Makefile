@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 # CPU timing: keep large tensors in the heap, where they are reused, instead of mapping each afresh.
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 68719476736
-# Python compiles a module when it is first imported; most modules of the packages never are.
+# Python compiles a module when it is first imported, and keeps it even where the environment says otherwise: the tests
+# start many processes, each of which would compile for ten seconds. Most modules of the packages are never imported.
 export PIP_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all test-exhaustive test-versions links lint docs gpu-kit
 

@@ -2,9 +2,9 @@
 
     python benchmarks/same_training.py --model FOLDER --data data.jsonl --out same_training.json
 
-It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, once with bfloat16 weights,
-and once with products in torchao's float8, scaled by token, as a CPU emulates them. `noise` compares the padded run
-with itself with halved micro-batches: only the grouping of sums changes.
+It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default; with LoRA once in float32,
+once with bfloat16 weights, and once with products in torchao's float8, scaled by token, as a CPU emulates them. `noise`
+compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from trl_packfa.patching.bitsandbytes import convertible_modules
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 WAYS = {
+    "LoRA, float32": {"adapter": True, "bf16": False},
     "LoRA, bf16 autocast": {"adapter": True},
     "QLoRA (NF4), bf16 autocast": {"adapter": True, "nf4": True},
     "full, bf16 autocast": {"adapter": False},
@@ -58,7 +59,7 @@ def load(path, nf4=False, dtype=torch.float32, float8=False):
     return model
 
 
-def run(path, data, steps, *, packed, adapter, halved=False, **options):
+def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, **options):
     """Train one run and return its losses and seconds."""
     torch.manual_seed(0)
     config, trainer = (PackedSFTConfig, PackedSFTTrainer) if packed else (SFTConfig, SFTTrainer)
@@ -72,7 +73,7 @@ def run(path, data, steps, *, packed, adapter, halved=False, **options):
             gradient_accumulation_steps=4 if halved else 2,
             max_length=256,
             learning_rate=2e-4 if adapter else 2e-5,
-            bf16=True,
+            bf16=bf16,
             use_cpu=True,
             report_to="none",
             disable_tqdm=True,
