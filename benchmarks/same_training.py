@@ -3,8 +3,8 @@
     python benchmarks/same_training.py --model FOLDER --data data.jsonl --out same_training.json
 
 It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default; with LoRA once in float32,
-once with bfloat16 weights, and once with products in torchao's float8, scaled by token, as a CPU emulates them. `noise`
-compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
+once with bfloat16 weights, and once with products in torchao's float8, scaled by token, as a CPU emulates them.
+`noise` compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
 """
 
 import argparse

@@ -43,8 +43,8 @@ PRIVATE = (
     Private("transformers.Trainer()._loss_shifts_labels", "whether the Trainer counts first labels"),
     # transformers: models and configs.
     Private("transformers.PreTrainedConfig._attn_implementation", "the attention that a module runs"),
-    Private("transformers.PreTrainedConfig._experts_implementation", "the kernel of experts, part of a proof"),
-    Private("transformers.PreTrainedConfig()._name_or_path", "a key of `to_dict` that no proof depends on"),
+    Private("transformers.PreTrainedConfig._experts_implementation", "the kernel of experts, part of a check"),
+    Private("transformers.PreTrainedConfig()._name_or_path", "a key of `to_dict` that no check depends on"),
     Private(
         "transformers.modeling_layers.GradientCheckpointingLayer()._gradient_checkpointing_func",
         "the layer's checkpoint with its options: the class's own would recompute without the documents",

@@ -1,4 +1,4 @@
-"""Documents of a stream, cut some at a time."""
+"""Lengths of a dataset, mapped; documents of a stream, cut some at a time."""
 
 import logging
 

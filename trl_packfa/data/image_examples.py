@@ -113,7 +113,6 @@ class Merging:
 
     def __call__(self, examples: Sequence[Processed]) -> dict[str, Any]:
         """Return the processor's batch of these examples."""
-
         if len(examples) == 1:
             return dict(examples[0].batch)
         kind = frozenset(frozenset(example.batch) for example in examples)
