@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_trainers import EXPERIMENTAL, PACKED, ROUNDED, STABLE, build, build_packed, differences, train
+from trl_trainers import EXPERIMENTAL, PACKED, ROUNDED, STABLE, build, build_packed, train
 
 import trl_packfa
 
@@ -56,6 +56,16 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
         "micro_batches": sum(entry.get("micro_batches", 0) for entry in logs[1]) / len(logs[1]),
         "padding_saved": sum(entry["padding_saved"] for entry in logs[1]) / len(logs[1]),
     }
+
+
+def differences(logs: list[dict], others: list[dict]) -> dict[str, float]:
+    """Return the worst difference of each metric over all steps, relative where the metric is larger than 1."""
+    worst: dict[str, float] = {}
+    for entry, other in zip(logs, others, strict=True):
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and not any(word in name for word in ("time", "second", "epoch")):
+                worst[name] = max(worst.get(name, 0.0), abs(value - other[name]) / max(1.0, abs(value)))
+    return worst
 
 
 def markdown(rows: list[dict]) -> str:

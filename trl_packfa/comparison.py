@@ -164,10 +164,10 @@ KINDS = {
         do="Train padded, without padding_free or with packing=False, and please report it.",
     ),
     "re-cut loss": Kind(
-        "the first step's loss re-cut, {of}",
+        "loss of the first micro-batch, {of}",
         "this loss is not a mean over pairs, so re-cut steps would train another loss",
         is_of_batch=True,
-        fails="{where}: the first step's loss re-cut, {of} in the padded run's micro-batches,",
+        fails="{where}: the loss of the first micro-batch, {of} as the mean of its halves' losses,",
         do="Train with packing_strategy='minibatch', and please report it.",
     ),
     "merged images": Kind("values of a batch", "the processor's batches depend on their examples: {where}"),

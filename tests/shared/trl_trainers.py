@@ -155,6 +155,16 @@ _TIMES = ("time", "second", "epoch")
 ROUNDED = ("rewards/accuracies",)
 
 
+# TRL's means over the tokens of a micro-batch, over its answers of one label, and its smallest and largest rewards:
+# re-cut steps have other micro-batches.
+OF_MICRO_BATCHES = {
+    "dpo": ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected"),
+    "reward": ("min_reward", "max_reward"),
+    "kto": ("entropy", *(f"{what}/{of}" for what in ("logits", "logps", "rewards")
+                         for of in ("chosen", "rejected", "margins"))),
+}  # fmt: skip
+
+
 # KTO's `kl` is the difference of two rows' log-probabilities, sums over their tokens, and rounding is as large as they
 # are: 1e-5 of a `kl` near 0 is a few units in the last place of log-probabilities of 200. Rewards are such differences
 # times beta, which is 0.1.

@@ -1,5 +1,5 @@
-"""`PackedDPOTrainer`, `PackedRewardTrainer`, `PackedKTOTrainer`: TRL's losses and metrics, without pads, of steps that
-are cut otherwise."""
+"""`PackedDPOTrainer`, `PackedRewardTrainer`, `PackedKTOTrainer`: TRL's losses and means over pairs, without pads, of
+steps that are cut otherwise."""
 
 import json
 import logging
@@ -15,7 +15,18 @@ from selection import in_full
 from tiny_models import small_model
 from tolerance import CONTROL
 from training import arguments
-from trl_trainers import PACKED, beyond, build, build_packed, encoder_decoder, pairs, run, tokenizer, train
+from trl_trainers import (
+    OF_MICRO_BATCHES,
+    PACKED,
+    beyond,
+    build,
+    build_packed,
+    encoder_decoder,
+    pairs,
+    run,
+    tokenizer,
+    train,
+)
 
 import trl_packfa
 from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
@@ -47,7 +58,9 @@ def both(kind, out, **options):
 def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
     options = {"lora": lora, "max_steps": 4, **ACCUMULATED}
     expected, logs, trainer = both(kind, tmp_path, **options)
-    assert not beyond(expected, logs)
+    besides = () if kind == "kto" else OF_MICRO_BATCHES[kind]
+    assert not beyond(expected, logs, besides=besides)
+    assert logs[0].keys() >= set(besides)
     assert all(entry["padding_saved"] > 0.1 for entry in logs)
     if kind == "kto":  # the KL is estimated over each padded micro-batch
         assert "estimates the KL" in trainer.cut_reason and "micro_batches" not in logs[0]
@@ -58,6 +71,7 @@ def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
 @pytest.mark.parametrize("kind, options", [
     ("kto", {"loss_type": "apo_zero_unpaired"}),
     ("reward", {"center_rewards_coefficient": 0.01}),
+    ("reward", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),  # maybe one pair alone
     ("dpo", {"precompute_ref_log_probs": True}),
     ("dpo", {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.5, 1.0], "use_weighting": True}),
     ("dpo", {"ld_alpha": 0.5, "f_divergence_type": "js_divergence", "gradient_checkpointing": True}),
@@ -73,7 +87,7 @@ def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
 def test_with_what_they_can_do(kind, options, tmp_path):
     options = {"max_steps": 3, **ACCUMULATED, **options}
     expected, logs, trainer = both(kind, tmp_path, **options)
-    assert not beyond(expected, logs)
+    assert not beyond(expected, logs, besides=OF_MICRO_BATCHES[kind])
     assert trainer.cut_reason == "" and sum(entry["micro_batches"] for entry in logs) < 3 * len(logs) + 1
 
 
@@ -95,11 +109,11 @@ def test_losses_of_a_whole_micro_batch_are_not_cut(loss, why, tmp_path, caplog):
 
 
 def test_negative_control_such_a_loss_cut_all_the_same_is_refused(tmp_path, monkeypatch):
-    """The first step's loss is held against that of the padded run's micro-batches."""
+    """The loss of the first micro-batch is held against those of its longer and its shorter pairs."""
     monkeypatch.setattr(PackedDPOTrainer, "_why_not_cut", lambda self: "")
     # Of a sum over pairs a mean of other means is another number.
     trainer = build_packed("dpo", tmp_path, max_steps=1, loss_type=["sft"], **ACCUMULATED)
-    with pytest.raises(ContaminationError, match=r"PackedDPOTrainer: the first step's loss re-cut, .* instead of"):
+    with pytest.raises(ContaminationError, match=r"PackedDPOTrainer: the loss of the first micro-batch, .* instead"):
         trainer.train()
 
 
@@ -107,8 +121,7 @@ def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkey
     options = {"max_steps": 3, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 3}
     expected, _ = run(build, "reward", tmp_path, **options)
     part = cutting.PairPart
-    monkeypatch.setattr(cutting, "PairPart", lambda *rows, **_: part(*rows[:3], 1.0))
-    monkeypatch.setattr("trl_packfa.trainers.preference.recutting.RecutSteps._require_same_loss", lambda *args: None)
+    monkeypatch.setattr(cutting, "PairPart", lambda *rows, **_: part(*rows[:2], 1.0))
     logs, _ = run(build_packed, "reward", tmp_path, **options)
     assert beyond(expected, logs, times=CONTROL)
 
@@ -177,7 +190,7 @@ def test_evaluation_and_overflow_are_trls(kind, tmp_path):
     options = {"max_steps": 2, "max_length": 30, **ACCUMULATED}
     expected, padded = run(build, kind, tmp_path, **options)
     logs, trainer = run(build_packed, kind, tmp_path, **options)
-    assert not beyond(expected, logs)
+    assert not beyond(expected, logs, besides=() if kind == "kto" else OF_MICRO_BATCHES[kind])
     assert not beyond([padded.evaluate()], [trainer.evaluate()])
     report = trainer.packing_reports["train"]
     rows = 1 if kind == "kto" else 2
@@ -201,7 +214,8 @@ def test_a_token_budget(tmp_path):
     expected, _ = run(build, "dpo", tmp_path, max_steps=2, **ACCUMULATED)
     torch.manual_seed(0)
     logs = train(trainer)
-    assert not beyond(expected, logs) and logs[0]["micro_batches"] >= logs[0]["num_tokens"] / 200
+    assert not beyond(expected, logs, besides=OF_MICRO_BATCHES["dpo"])
+    assert logs[0]["micro_batches"] >= logs[0]["num_tokens"] / 200
     with pytest.raises(InvalidConfig, match=r"=40 is smaller than example \d+, whose rows have \d+ tokens"):
         build_packed("reward", tmp_path, max_tokens_per_microbatch=40)
     with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=999 has no effect: padded micro-batches stay"):

@@ -9,7 +9,7 @@ Shape letters: P pairs (or single examples, for a trainer of those), R rows of e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -36,29 +36,20 @@ _LESS = 0.8
 class PairPart:
     """The pairs of a micro-batch of a re-cut step.
 
-    `numbers` are theirs in the step, `lengths` the tokens of their rows, `(P, R)`, and `widths` the length of their
-    rows in the padded run, `(P,)`. `weight` is that of their mean loss, relative to a padded micro-batch's; 0 if the
-    rank has no pairs left.
+    `numbers` are theirs in the step, `widths` the length of their rows in the padded run, `(P,)`. `weight` is that of
+    their mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
     """
 
     numbers: list[int]
-    lengths: np.ndarray
     widths: np.ndarray
     weight: float
 
 
-class PaddedPairs(NamedTuple):
-    """A padded micro-batch of this rank: the numbers of its pairs in the step, and its batch."""
-
-    numbers: list[int]
-    batch: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class PairStep(StepPart):
-    """The place of a batch of pairs in its step. `padded` are this rank's padded micro-batches that it counts for."""
+    """The place of a batch of pairs in its step, whose pairs have `tokens` on all ranks."""
 
-    padded: tuple[PaddedPairs, ...] = ()
+    tokens: int = 0
 
 
 class CutPairs(NamedTuple):
@@ -91,10 +82,7 @@ class CutPairs(NamedTuple):
         idle = [int(lengths.sum(axis=1).argmin())]
         weights = [len(pairs) / int(sizes[pairs[0]]) if pairs else 0.0 for pairs in cut]
         numbers = [list(pairs) or idle for pairs in cut]
-        parts = [
-            PairPart(pairs, lengths[pairs], widths[pairs], weight)
-            for pairs, weight in zip(numbers, weights, strict=True)
-        ]
+        parts = [PairPart(pairs, widths[pairs], weight) for pairs, weight in zip(numbers, weights, strict=True)]
         return cls(parts, imbalance)
 
 
@@ -135,17 +123,13 @@ class PairPlan(Plan):
         )
 
     def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Read and collate the micro-batches of a batch, and its padded micro-batch."""
-        cut = self.cut_once(place.rows)
-        step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
-        first = (place.number * self.world_size + self.rank) * self.batch_size
-        padded = list(range(first, min(first + self.batch_size, len(place.rows))))
-        held = [cut.parts[i] for i in step.held]
-        wanted = sorted({*padded, *(pair for part in held for pair in part.numbers)})
-        examples = dict(zip(wanted, read_rows(dataset, place.rows[wanted].tolist()), strict=True))
-        if padded:
-            step = replace(step, padded=(PaddedPairs(padded, collator([examples[pair] for pair in padded])),))
-        made = [counted(collator([examples[pair] for pair in part.numbers]), origins=part) for part in held]
+        """Read and collate the micro-batches of a batch."""
+        cut, tokens = self.cut_once(place.rows), int(self.lengths[place.rows].sum())
+        step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance, tokens=tokens)
+        made = [
+            counted(collator(read_rows(dataset, place.rows[part.numbers].tolist())), origins=part)
+            for part in (cut.parts[i] for i in step.held)
+        ]
         return step.holding(made, columns=self.columns)
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
@@ -207,15 +191,9 @@ class ImagePairCutter(OwnCutter):
             imbalance=own.imbalance,
         )
         made = [counted(collate([own.examples[i] for i in part.numbers]), origins=part) for part in cut.parts]
-        padded = []
-        for group in range(len(batches)):
-            numbers = np.flatnonzero(own.padded == group).tolist()
-            # No model runs on it.
-            batch = {name: value for name, value in collate([own.examples[i] for i in numbers]).items()
-                     if not name.startswith("pixel_values")}  # fmt: skip
-            padded.append(PaddedPairs(numbers, batch))
+        tokens = int(sum(rank.counts[1] for rank in own.ranks))
         steps = [
-            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, padded=(padded[number],))
+            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, tokens=tokens)
             for number in range(len(batches))
         ]
         return batches_of_step(made, steps, columns=("input_ids",))

@@ -67,7 +67,6 @@ class PackedDPOTrainer(PackedPreference, DPOTrainer):
     _config = PackedDPOConfig
     _takes_images = True
     _rows = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
-    _reference_keys = ("ref_chosen_logps", "ref_rejected_logps")
 
     def _why_not_cut(self) -> str:
         """Name the loss types that are not known to be a mean over single pairs; `""` if all are."""

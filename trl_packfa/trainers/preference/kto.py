@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trl import KTOConfig, KTOTrainer
 
 from .trainer import PackedPreference, PreferenceConfig
-
-# The keys of a batch that are the text's, or TRL's own.
-_NOT_OF_IMAGES = {"input_ids", "attention_mask", "completion_mask", "label", "ref_logps"}
 
 
 @dataclass
@@ -46,7 +42,6 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     _takes_images = True
     _columns = (("prompt", "completion", "label"), ("chosen", "rejected"))
     _rows = (("prompt_ids", "completion_ids"),)
-    _reference_keys = ("ref_logps",)
     _label = "label"
 
     def _why_not_cut(self) -> str:
@@ -55,11 +50,3 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
             return f"loss_type '{self.loss_type}' estimates the KL over the rows of each padded micro-batch"
         known = self.loss_type == "apo_zero_unpaired"
         return "" if known else f"loss_type '{self.loss_type}' is not known to be a mean over examples"
-
-    def _reference_model(self, inputs: dict[str, Any]) -> Any:
-        """Return the reference; on images, one that gets them: TRL's `compute_ref_log_probs` hands over text only."""
-        model = super()._reference_model(inputs)
-        if not self._is_vision_dataset:
-            return model
-        images = {name: value for name, value in inputs.items() if name not in _NOT_OF_IMAGES}
-        return lambda **call: model(**{**images, **call})

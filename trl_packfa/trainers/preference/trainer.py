@@ -81,7 +81,7 @@ class PackedPreference(RecutSteps):
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
-        self.packing_reports = {}
+        self.packing_reports, self._measured = {}, {}
         given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
         loading = set_inside(settled, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
         given["args"] = settled
