@@ -90,22 +90,19 @@ def padded():
 
 
 @pytest.mark.parametrize("batch", [DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), padded])
-def test_mfu_is_the_needed_arithmetic_over_the_peak(batch, monkeypatch):
+def test_mfu_is_the_needed_arithmetic_over_the_peak(batch):
     """Packed, packed with a trailing pad, padded: the same documents need the same; pads need nothing."""
     model = tiny.model(layers=2)
     args = PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2e-6)
     meter = SpeedMeter(model, args, world_size=2)
-    clock = iter([10.0, 14.0, 15.0, 16.0, 17.0])
-    monkeypatch.setattr("trl_packfa.trainers.sft.throughput.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter.start(1000)
-    meter.start(2000)
     meter.add(batch() if batch is padded else batch(EXAMPLES))
-    figures = meter.read(1000 + 2 * 42)
+    figures = meter.read(1000 + 2 * 42, seconds=4.0, shared=0)
     assert figures["tokens_per_second"] == 2 * 42 / 4
     trained, seen = (42 - 2 * 3) / 42, (4**2 + 30**2 + 8**2) / 42
     needed = ModelFlops.of(model).per_token(seen=seen, trained=trained)
     assert figures["mfu"] == pytest.approx(2 * 42 / 4 * needed / (2 * 2e6))
-    assert meter.read(1000 + 2 * 42) == {}, "nothing trained since"
+    assert meter.read(1000 + 2 * 42, seconds=1.0, shared=0) == {}, "nothing trained since"
 
 
 def test_the_machine_is_measured_once(monkeypatch):
@@ -119,7 +116,8 @@ def test_the_machine_is_measured_once(monkeypatch):
 def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
     """A clock that only they move: with their time counted the speed would fall to next to nothing."""
     now = [0.0]
-    monkeypatch.setattr("trl_packfa.trainers.sft.throughput.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for callback in ("base.clock", "sft.run_callback"):
+        monkeypatch.setattr(f"trl_packfa.trainers.{callback}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     args = arguments(
         out=tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
         peak_tflops=1.0,
@@ -128,9 +126,8 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
 
     def slowly(own, seconds):
         def run(*args, **kwargs):
-            result = own(*args, **kwargs)
             now[0] += seconds
-            return result
+            return own(*args, **kwargs)
 
         return run
 
@@ -214,7 +211,7 @@ def test_batches_of_another_kind_are_not_counted_and_train(tmp_path):
     meter = SpeedMeter(tiny.model(layers=1), PackedSFTConfig("out", use_cpu=True, bf16=False), world_size=1)
     meter.start(0)
     meter.add({"input_ids": torch.ones(1, 4, dtype=torch.long)})  # no labels: a model with a loss of its own
-    assert meter.read(4) == {}
+    assert meter.read(4, seconds=1.0, shared=0) == {}
 
 
 def test_advice_that_fails_hides_no_error():

@@ -6,7 +6,8 @@ Weights may be sharded over ranks. A packed row is whole on one rank, or shared 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,6 +110,13 @@ def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Resu
     """Run `work` on the main process, and return its result, or raise its error, on every rank."""
     found: list[Any] = [agree(accelerator, lambda: work() if accelerator.is_main_process else None)]
     return found[0] if accelerator.num_processes == 1 else broadcast_object_list(found)[0]
+
+
+def summed(accelerator: Accelerator, counts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Add up what every rank has counted under each name, numbers or tuples of them; names may differ over ranks."""
+    ranks = gather_object([dict(counts)]) if accelerator.num_processes > 1 else [counts]
+    names = dict.fromkeys(chain.from_iterable(ranks))
+    return {name: np.sum([of_rank[name] for of_rank in ranks if name in of_rank], axis=0) for name in names}
 
 
 def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> None:

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from ...api import patch, patched, unpatch
 from ...comparison import Comparison
@@ -22,9 +21,11 @@ from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...exactness.first_padded_batch import check_padded_call
 from ...layout.padded_rows import PaddedRows
+from ...parallel.ranks import summed
 from ...patching.apply import all_or_none, find_state, unpadding_of
 from ...patching.inspect import inner_model
 from ...terminal.telling import tell_end
+from ..base.clock import TrainingClock
 from ..requirements.built import NOISE
 from ..requirements.training import Training
 
@@ -210,7 +211,7 @@ _OVER_PADS = {
 }
 
 
-class PaddingFreeRun(TrainerCallback):
+class PaddingFreeRun(TrainingClock):
     """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
     `models` run without padding, by the attribute that holds them; those in `left_padded` stay padded. `first_calls`
@@ -221,11 +222,7 @@ class PaddingFreeRun(TrainerCallback):
         self.trainer = trainer
         self.models: dict[str, nn.Module] = {}
         self.first_calls: dict[str, Comparison] = {}
-        # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
-        # since the last log.
-        self._since, self._trained, self._step = np.zeros(6), np.zeros(6), 0
-        # Seconds, trained tokens, true tokens and pads of all that was read.
-        self._whole = np.zeros(4)
+        self._step = 0  # of the last log
         for cls in type(trainer).__mro__:
             if metrics := _OVER_PADS.get(cls.__name__):
                 logger.warning(
@@ -275,17 +272,18 @@ class PaddingFreeRun(TrainerCallback):
             patched.unpadding.guards, patched.unpadding.called = True, f"{type(self.trainer).__name__}.{name}"
             if self.check_first_batch:
                 patched.unpadding.watch = partial(self._check_call, name)
-        self._since, self._trained, self._step = self._counts(), np.zeros(6), state.global_step
-        self._whole = np.zeros(4)
+        self._step = state.global_step
+        super().on_train_begin()
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Tell the speed, without evaluations and checkpoints, and the padding of all models' rows."""
-        self.read()
-        seconds, trained, tokens, pads = self._whole
+        self.take()
+        seconds, *mine = np.asarray(self.whole).tolist()
+        trained, _, tokens, pads, _ = summed(self.trainer.accelerator, {"": mine})[""].tolist()
         tell_end(args, tokens=trained, seconds=seconds, padding=pads / max(tokens + pads, 1), said=self.said)
 
     def _counts(self) -> np.ndarray:
-        """Read the seconds and the counts so far.
+        """Read the seconds, and the counts of this rank.
 
         They are true tokens and documents that the policy has trained, and of all models together the true tokens, the
         pads, which were not computed, and the true tokens that were computed in another row.
@@ -297,30 +295,14 @@ class PaddingFreeRun(TrainerCallback):
         of_all = np.sum([(0, 0, 0), *((one.tokens, one.pads, one.shared) for one in counted.values())], axis=0)
         return np.array([time.perf_counter(), *trained, *of_all])
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add the part of training that has ended. A log, evaluation or checkpoint after it does not count."""
-        now = self._counts()
-        self._trained, self._since = self._trained + now - self._since, now
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start a new part of training, after a log, evaluation or checkpoint."""
-        self._since = self._counts()
-
-    on_evaluate = on_save = on_log
-
     def read(self) -> dict[str, float]:
         """Return the values to log since the last call, over all ranks."""
         step = self.trainer.state.global_step
         steps, self._step = step - self._step, step
-        seconds, *mine = self._trained.tolist()
-        self._trained = np.zeros(6)
-        accelerator = self.trainer.accelerator
-        own = torch.tensor(mine, dtype=torch.float64)
-        sums = own if accelerator.num_processes == 1 else accelerator.reduce(own.to(accelerator.device), "sum")
-        trained, documents, tokens, pads, shared = sums.tolist()
+        seconds, *mine = self.take().tolist()
+        trained, documents, tokens, pads, shared = summed(self.trainer.accelerator, {"": mine})[""].tolist()
         if not tokens or not seconds:
             return {}
-        self._whole += (seconds, trained, tokens, pads)
         found = {"padding_saved": pads / (tokens + pads)}
         if trained:  # otherwise the policy is left padded
             found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}
@@ -342,11 +324,11 @@ class PaddingFreeRun(TrainerCallback):
         model, called = self.models[name], f"{type(self.trainer).__name__}.{name}"
         unpadding = unpadding_of(model)
         assert unpadding is not None
-        unpadding.watch, started = None, time.perf_counter()
-        first = None if name in self.first_calls else check_padded_call(model, forward, call, rows)
+        unpadding.watch = None
+        with self.paused():
+            first = None if name in self.first_calls else check_padded_call(model, forward, call, rows)
         if first is not None:
             self.first_calls[name] = first = first._replace(where=called)
-            self._since[0] += time.perf_counter() - started  # it was no training
             logger.info(
                 "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places "
                 "saved.", name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,

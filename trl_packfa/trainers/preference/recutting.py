@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from ...comparison import Comparison
 from ...data.steps import Plan, run_batch
 from ...exactness.quiet import quiet
 from ...layout.padded_rows import rows_of, tell_rows
 from ...override import set_inside
+from ...parallel.ranks import summed
 from ..base.packed_run import PackedRun
 from ..padding_free.padding_free import models_of
 from .cutting import PairPart, PairStep, Rows
@@ -109,12 +109,9 @@ class RecutSteps(PackedRun):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log TRL's metrics, of the micro-batches of all ranks."""
         if self._cutter is not None and self.model.training:  # TRL tells training from evaluation in the same way
-            ranks = gather_object([self._measured]) if self.accelerator.num_processes > 1 else [self._measured]
-            self._measured = {}
-            for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
-                total, weight = np.sum([of_rank[name] for of_rank in ranks if name in of_rank], axis=0)
-                if weight:
-                    self._metrics["train"][name] = [total / weight]
+            found, self._measured = summed(self.accelerator, self._measured), {}
+            means = {name: [total / weight] for name, (total, weight) in found.items() if weight}
+            self._metrics["train"] |= means
         super().log(logs, *args, **kwargs)
 
 

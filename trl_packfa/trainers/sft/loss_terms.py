@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +28,7 @@ from ...errors import UnsupportedModel
 from ...exactness import quiet
 from ...layout import PackedLayout
 from ...layout.shard import RowShard
-from ...parallel.ranks import row_group
+from ...parallel.ranks import row_group, summed
 from ...parallel.sequence_parallel import local_part
 from ...patching import inspect
 from ...patching.neftune import EmbeddingNoise
@@ -113,7 +113,7 @@ class SourceLosses:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         # By mode and source: summed loss and trained tokens.
-        self._sums: dict[str, dict[str, tuple[float, int]]] = {"train": {}, "eval": {}}
+        self._sums: dict[str, dict[str, np.ndarray]] = {"train": {}, "eval": {}}
 
     def add(self, mode: str, inputs: Mapping[str, Any], log_probs: torch.Tensor) -> None:
         """Count a batch: `inputs` with its `sources`, `log_probs` `(B, L - 1)`."""
@@ -122,23 +122,15 @@ class SourceLosses:
         sums = torch.zeros(size, device=log_probs.device, dtype=torch.float32)
         sums.index_add_(0, documents[trained], -log_probs[trained].float())
         counts = torch.bincount(documents[trained], minlength=size)
-        for source, loss, count in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
-            _add_up(self._sums[mode], {source: (loss, count)})
+        for source, *found in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
+            self._sums[mode][source] = self._sums[mode].get(source, 0) + np.array(found)
 
     def read(self, mode: str) -> dict[str, float]:
         """Return the mean losses of all ranks by `loss/<source>` or `eval_loss/<source>`, and reset the counts."""
-        mine, totals = [self._sums[mode]], {}
-        for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
-            _add_up(totals, losses)
-        self._sums[mode] = {}
+        totals, self._sums[mode] = summed(self.accelerator, self._sums[mode]), {}
         prefix = "" if mode == "train" else "eval_"
-        return {f"{prefix}loss/{source}": loss / count for source, (loss, count) in sorted(totals.items()) if count}
-
-
-def _add_up(totals: dict[str, tuple[float, int]], more: Mapping[str, tuple[float, int]]) -> None:
-    for source, (loss, count) in more.items():
-        before = totals.get(source, (0.0, 0))
-        totals[source] = (before[0] + loss, before[1] + count)
+        means = {source: float(loss / count) for source, (loss, count) in sorted(totals.items()) if count}
+        return {f"{prefix}loss/{source}": mean for source, mean in means.items()}
 
 
 # Tokens of the document on which routers are tried.

@@ -1,25 +1,32 @@
-"""The callback of a packed SFT run: what happens before its first step, in each epoch, and after the last."""
+"""The callback of an SFT run: what happens before its first step, in each epoch, and after the last."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import numpy as np
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from ...patching.apply import unpadding_of
 from ...terminal.telling import tell_data, tell_end
+from ..base.clock import TrainingClock
 
 
-class RunCallback(TrainerCallback):
-    """A callback that runs a packed trainer's own steps, and tells what the run does to the data and how fast it was.
+class RunCallback(TrainingClock):
+    """A callback that runs a trainer's own steps, and tells what the run does to the data and how fast it was.
 
-    `trainer` is a [`PackedSFTTrainer`].
+    `trainer` is a [`PackedSFTTrainer`]. After the seconds it counts the tokens of shared prefixes that were not
+    computed.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        # Time and trained tokens when training began.
-        self._began = (0.0, 0)
+        self._tokens = 0  # that were trained when training began
+
+    def _counts(self) -> np.ndarray:
+        sharing = unpadding_of(self.trainer.model) if self.trainer.args.share_prefixes else None
+        return np.array([time.perf_counter(), 0 if sharing is None else sharing.shared])
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Require the check and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
@@ -27,7 +34,8 @@ class RunCallback(TrainerCallback):
         trainer._require_check()
         trainer._add_noise()
         tell_data(trainer, trainer.packing_reports, trainer.packing_plan)
-        self._began = (time.perf_counter(), trainer._total_train_tokens)
+        self._tokens = trainer._total_train_tokens
+        super().on_train_begin()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Set the sampler's epoch, which accelerate 1.15 does not do for a wrapped batch sampler."""
@@ -37,14 +45,17 @@ class RunCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the epoch after a step that has read the last document of a stream's pass."""
+        """Count the step. End the epoch after one that has read the last document of a stream's pass."""
+        super().on_step_end()
         if self.trainer._data.ends_epoch(self.trainer.accelerator):
             control.should_epoch_stop = True
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Tell the speed. Evaluations and checkpoints are part of the time."""
+        """Tell the speed of a packed run, without evaluations and checkpoints."""
+        self.take()
+        if not self.trainer.args.packing:
+            return
         self.trainer._settle_tokens()
-        began, tokens = self._began
         padding = (self.trainer.packing_plan or {}).get("padding_without_packing")
-        trained = self.trainer._total_train_tokens - tokens
-        tell_end(args, tokens=trained, seconds=time.perf_counter() - began, padding=padding)
+        trained = self.trainer._total_train_tokens - self._tokens
+        tell_end(args, tokens=trained, seconds=np.asarray(self.whole)[0], padding=padding)

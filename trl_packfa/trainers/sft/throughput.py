@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from ...config.sft import PackedSFTConfig
 from ...data.flops import ModelFlops, compute_dtype, matmul_flops
 from ...errors import NonFiniteLoss, figure, is_out_of_memory
-from ...patching.unpadding import Unpadding
 from .datasheet import datasheet_flops
 
 # Seconds for measuring the device's peak, once per run.
@@ -36,44 +34,21 @@ class SpeedMeter:
     """A counter of the tokens that one rank trains between two logs. Only `read` waits for the device.
 
     The model is not wrapped by an engine. MFU is a share of the peak speed, see [`peak_flops`]; each of `world_size`
-    ranks has its own device. `sharing` counts the tokens that a model with shared prefixes does not compute.
+    ranks has its own device.
     """
 
     def __init__(self, model: Any, args: PackedSFTConfig, *, world_size: int) -> None:
         self._flops, self._config = ModelFlops.of(model), model.config
         self._args, self._world_size = args, world_size
         self._peak: float | None = None
-        self._since: tuple[float, int] | None = None
-        self._pauses = 0
-        self.sharing: Unpadding | None = None
-        self._forget()
+        self.start(0)
 
-    def _forget(self) -> None:
+    def start(self, tokens: int) -> None:
+        """Begin to count; `tokens` is the number that all ranks have trained so far."""
+        self._before = tokens
         # They become tensors if a padded batch's mask has to be counted on its device.
         self._tokens, self._squares, self._trained = [0, 0, 0]
         self._squares_of_trees = 0
-        self._paused = 0.0
-        self._shared_before = 0 if self.sharing is None else self.sharing.shared
-
-    def start(self, tokens: int) -> None:
-        """Start the clock, at the first call only; `tokens` is the number that all ranks have trained so far."""
-        if self._since is None:
-            # Earlier pauses (for example an evaluation before training) do not count.
-            self._forget()
-            self._since = time.perf_counter(), tokens
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock inside a `with` block, for work that is not training."""
-        self._pauses += 1
-        began, shared = time.perf_counter(), self.sharing and self.sharing.shared
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if not self._pauses:
-                self._paused += time.perf_counter() - began
-                self._shared_before += 0 if self.sharing is None else self.sharing.shared - (shared or 0)
 
     @figure("count of tokens")
     def add(self, inputs: dict[str, Any]) -> None:
@@ -95,18 +70,18 @@ class SpeedMeter:
         self._tokens, self._squares = self._tokens + tokens, self._squares + squares
         self._trained = self._trained + (labels[..., 1:] != -100).sum()  # the first token is never predicted
 
-    def read(self, tokens: int) -> dict[str, float]:
+    def read(self, tokens: int, seconds: float, shared: float) -> dict[str, float]:
         """Return `tokens_per_second` of all ranks and `mfu` since the last call; an empty dict if nothing was trained.
 
+        `tokens` is the number that all ranks have trained so far, `seconds` the time since the last call, `shared` the
+        tokens of this rank in it that were not computed, because a prefix runs once for several documents.
         A model whose operations cannot be counted has no `mfu`. With shared prefixes, `prefixes_shared` is the share
         of this rank's tokens that were not computed. The cost of attention is estimated from this rank's documents.
         """
-        now, since, counted = time.perf_counter(), self._since, float(self._tokens)
-        figures: dict[str, float] = {}
-        if since is not None and tokens > since[1] and counted:
-            rate = (tokens - since[1]) / (now - since[0] - self._paused)
+        counted, figures = float(self._tokens), dict[str, float]()
+        if tokens > self._before and counted and seconds:
+            rate = (tokens - self._before) / seconds
             # Mean over tokens of their document's length. Lengths 1 and 3 give (1 + 9) / 4 = 2.5, not 2.
-            shared = 0 if self.sharing is None else self.sharing.shared - self._shared_before
             computed, squares = counted - shared, self._squares_of_trees if shared else self._squares
             figures = {"tokens_per_second": rate}
             if self._flops is not None and self._peak is None:
@@ -115,10 +90,9 @@ class SpeedMeter:
                 needed = self._flops.per_token(seen=float(squares) / computed, trained=float(self._trained) / computed)
                 needed *= computed / counted
                 figures["mfu"] = rate * needed / (self._peak * self._world_size)
-            if self.sharing is not None:
+            if self._args.share_prefixes:
                 figures["prefixes_shared"] = shared / counted
-        self._since = (time.perf_counter(), tokens)
-        self._forget()
+        self.start(tokens)
         return figures
 
 

@@ -55,10 +55,9 @@ from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
 from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
-from ...parallel.ranks import refuse_short_rows, require_same_documents, share_rows
+from ...parallel.ranks import refuse_short_rows, require_same_documents, share_rows, summed
 from ...parallel.trainer import ShardedRowsTrainer
 from ...patching import inspect
-from ...patching.apply import unpadding_of
 from ...patching.describe import describe
 from ..base.model_loading import load_as_asked, require_trained, telling_of_targets
 from ..requirements.built import PATCHED, PRECISION, SAMPLER
@@ -166,6 +165,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self._sources = SourceLosses(self.accelerator)
         self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
         self._loss_watch = LossWatch()
+        self._run = RunCallback(self)
+        self.add_callback(self._run)
         if args.packing:
             self._pack(data_collator)
 
@@ -186,7 +187,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self._gate.switch_checkpointing(model)
         self._pads_rows = self._wants_rows()
         self._patch(unpad=args.share_prefixes)  # prefixes are checked with padded rows
-        self._speed.sharing = unpadding_of(model) if args.share_prefixes else None
         if not self.is_zero3_enabled:  # there accelerate compiles the whole model
             compile_by_layer(model, args, self.accelerator)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
@@ -197,7 +197,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         cut = self._choose_cut()
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
-        self.add_callback(RunCallback(self))
         logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
 
     @property
@@ -377,8 +376,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     ) -> torch.Tensor:
         """Run TRL's training step for each micro-batch of a batch."""
         if self.args.packing:
-            self._gate.check_first_batch(model, inputs)
-        self._speed.start(self._total_train_tokens)
+            with self._run.paused():
+                self._gate.check_first_batch(model, inputs)
         if (step := getattr(inputs, "step", None)) is not None:
             self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
             self._total_train_tokens -= step.untrained if step.is_last else 0  # TRL will have added them
@@ -451,7 +450,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             logs.update(self._sources.read("train" if self.model.training else "eval"))
         if "loss" in logs:  # a training log: the host has already waited for the loss
             self._loss_watch.require_finite(self._tokenizer)
-            logs.update(self._speed.read(self._total_train_tokens))
+            logs.update(self._speed.read(self._total_train_tokens, *self._run.take().tolist()))
         logs.update(self._lost(is_step="loss" in logs))
         super().log(logs, start_time)
 
@@ -459,16 +458,14 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         """Return what a stream has lost since the last log: documents and tokens, of all ranks after a step."""
         mode, dataset = ("train", self.train_dataset) if self.model.training else ("eval", None)
         lost = take_losses(self._metrics[mode])
-        if is_step and self.accelerator.num_processes > 1 and isinstance(dataset, IterableDataset):
-            counts = torch.tensor([*lost.values()], device=self.accelerator.device, dtype=torch.int64)
-            sums: Any = self.accelerator.reduce(counts, "sum")
-            lost = dict(zip(lost, (sums // self.args.sequence_parallel).tolist(), strict=True))
+        if is_step and isinstance(dataset, IterableDataset):
+            lost = {name: int(n) // self.args.sequence_parallel for name, n in summed(self.accelerator, lost).items()}
         prefix = "eval_" if mode == "eval" else ""
         return {f"{prefix}{name}": count for name, count in lost.items() if count}
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Run TRL's `evaluate`. Its time does not count in the logged training speed."""
-        with self._speed.paused(), changed_already(self.model, self.args):
+        """Run TRL's `evaluate`."""
+        with changed_already(self.model, self.args):
             return super().evaluate(*args, **kwargs)
 
     # Check -----------------------------------------------------------------------------------------------------------
@@ -514,6 +511,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _before_training(self) -> Iterator[None]:
         if not self.is_checked_wrapped:  # otherwise the callback does it once the model is wrapped
             self._require_check()
+        self._speed.start(self._total_train_tokens)
         with changed_already(self.model, self.args):
             yield
 
@@ -539,8 +537,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self._settle_tokens()
-        with self._speed.paused():
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
 
     def _save_state(self, folder: Path) -> None:
         self._data.save_state(folder)
