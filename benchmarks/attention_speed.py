@@ -103,7 +103,7 @@ def _bandwidth(device: torch.device) -> float:
     """Measure the bytes per second that memory reads and writes in a large copy."""
     source = torch.randn(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), 0.5)
 
 
 def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:

@@ -136,7 +136,7 @@ def measure(on: Setting, folder: Path) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"part": part, "side": side}
             try:
                 act()  # the first call compiles and selects kernels
-                row["ms"] = round(best_seconds(act, on.device, on.seconds) * 1e3, 4)
+                row["ms"] = round(best_seconds(act, on.seconds) * 1e3, 4)
             except (RuntimeError, ValueError) as error:
                 row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             rows.append(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
+from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
 from ..config.common import CommonConfig
 from ..errors import figure
 from ..parallel.zero3 import is_partitioned, whole_shape, whole_size
-
-# Calls between two events of a GPU. A single short call takes less time than its launch.
-_CALLS_PER_EVENT = 10
 
 
 @dataclass(frozen=True)
@@ -153,35 +150,10 @@ def matmul_flops(
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
-    return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
+    return 2 * rows * inner * columns / best_seconds(lambda: a @ b, seconds)
 
 
-def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Call `act` for some seconds, at least three times, and return the seconds of the fastest call."""
-    times: list[float] = []
-    spent = 0.0
-    while len(times) < 3 or spent < seconds:
-        taken, calls = _on_gpu(act) if device.type == "cuda" else _on_host(act, device)
-        times.append(taken / calls)
-        spent += taken
-    return min(times)
-
-
-def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """Measure the seconds of one call until the device has finished it."""
-    start = time.perf_counter()
-    act()
-    if device.type != "cpu":  # a device may run a call only after it has returned
-        torch.get_device_module(device).synchronize()
-    return time.perf_counter() - start, 1
-
-
-def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
-    """Measure several calls by the device's own clock. The host's would include launches and waits."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(_CALLS_PER_EVENT):
-        act()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3, _CALLS_PER_EVENT
+def best_seconds(act: Callable[[], Any], seconds: float) -> float:
+    """Call `act` for some seconds, and return the seconds of its fastest calls. Each run of calls is waited for."""
+    timer = Timer("act()", globals={"act": act}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=seconds).times)
