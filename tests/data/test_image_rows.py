@@ -14,6 +14,7 @@ from trl_trainers import train
 from trl_packfa.data import image_examples
 from trl_packfa.data.image_examples import OneByOne, Processed
 from trl_packfa.data.image_rows import NamingCollator, NumberedRows, look_at_images
+from trl_packfa.data.step_cutting import count_true_tokens
 from trl_packfa.data.steps import micro_batches_of
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.trainers.sft.images import ImageCutter
@@ -127,7 +128,7 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     trainer = build(tmp_path, max_tokens_per_microbatch=40)
     cutter, collate = trainer._cutter, trainer.data_collator
     load = OneByOne(collate.collator, cutter.weights)
-    other = image_examples.RankStep(40, [np.array([40, 40, 40])], 120.0, 40, np.array([3, 120, 60, 12]))
+    other = image_examples.RankStep(40, [np.array([40, 40, 40])], 120.0, np.array([3, 120, 60, 12]))
     cutter.accelerator = SimpleNamespace(num_processes=2)
     monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
@@ -135,6 +136,6 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     (whole,) = ImageCutter.cut(cutter, [batch], collate)
     idle, *trained = micro_batches_of(whole)
     assert whole.step.count == 3 and len(trained) == 2 and (idle["labels"] == -100).all()
-    assert whole.step.untrained == min(one.tokens for one in batch) and whole.step.imbalance > 1
+    assert count_true_tokens(whole) == sum(one.tokens for one in batch) and whole.step.imbalance > 1
     assert cutter.reports["train"].documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

@@ -12,6 +12,7 @@ from tolerance import assert_trajectory
 from training import arguments, batches_of, dataset, logs_of, packed_trainer, trained
 
 from trl_packfa import DataCollatorForPacking
+from trl_packfa.parallel import ranks
 
 
 @pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
@@ -158,18 +159,16 @@ def test_tokens_seen_are_those_of_the_padded_run_whatever_the_pad(tmp_path, stra
 def test_ranks_add_up_their_tokens_once_a_log_not_once_a_micro_batch(tmp_path, monkeypatch):
     trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=8))
     batch = DataCollatorForPacking(pad_to_multiple_of=8)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
-    reduced = []
-    two_ranks = SimpleNamespace(
-        num_processes=2, device="cpu", reduce=lambda counts, how: reduced.append(how) or 2 * counts
-    )
-    monkeypatch.setattr(trainer, "accelerator", two_ranks)
-    trainer._total_train_tokens = 100
+    gathered = []
+    monkeypatch.setattr(ranks, "gather_object", lambda mine: gathered.append(mine) or [*mine, *mine])
+    monkeypatch.setattr(trainer, "accelerator", SimpleNamespace(num_processes=2))
+    trainer._metrics["train"]["num_tokens"] = [148]
     for _ in range(3):
-        trainer._uncount_padding(batch, "train")
-    assert reduced == [] and batch["packed_layout"].padding == 3
-    trainer._metrics["train"]["num_tokens"] = [100]
+        trainer._count_tokens(batch, before=100)
+    trainer._count_tokens({}, before=100)  # run only to take part in collectives
+    assert gathered == [] and batch["packed_layout"].padding == 3
     trainer._settle_tokens()
-    assert reduced == ["sum"] and trainer._total_train_tokens == 100 - 2 * 3 * 3
-    assert trainer._metrics["train"]["num_tokens"] == [trainer._total_train_tokens]
+    assert len(gathered) == 1 and trainer._total_train_tokens == 100 + 2 * 3 * 5
+    assert trainer._metrics["train"]["num_tokens"] == [130]
     trainer._settle_tokens()
-    assert trainer._total_train_tokens == 82, "nothing is subtracted twice"
+    assert trainer._total_train_tokens == 130, "nothing is added twice"

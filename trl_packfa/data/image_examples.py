@@ -237,7 +237,6 @@ class RankStep(NamedTuple):
     largest_padded: int  # size of its largest padded micro-batch, in tokens
     sizes: list[np.ndarray]  # of the examples that may share a micro-batch, patches counted as tokens
     cost: float  # arithmetic of all examples
-    shortest: int  # tokens of its shortest example
     counts: np.ndarray  # examples, tokens, trained tokens and image tokens, `(4,)`
 
     def fewest(self, budget: int) -> int:
@@ -260,11 +259,6 @@ class OwnCut(NamedTuple):
     def imbalance(self) -> float:
         """Cost of the slowest rank over the mean of all ranks."""
         return imbalance([[[rank]] for rank in range(len(self.ranks))], np.array([rank.cost for rank in self.ranks]))
-
-    @property
-    def untrained(self) -> int:
-        """Tokens of untrained micro-batches, of all ranks."""
-        return sum(max(self.count - sum(map(len, rank.sizes)), 0) * rank.shortest for rank in self.ranks)
 
 
 class OwnCutter:
@@ -320,7 +314,6 @@ class OwnCutter:
             largest_padded=int(np.bincount(padded, weights=sizes + pads).max()),
             sizes=[sizes[members] for members in together],
             cost=float(cost.sum()),
-            shortest=int(tokens.min()),
             counts=np.array([len(examples), tokens.sum(), trained.sum(), image_tokens.sum()]),
         )
         ranks: list[RankStep] = [mine] if self.accelerator.num_processes == 1 else gather_object([mine])

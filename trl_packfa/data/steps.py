@@ -50,7 +50,6 @@ class StepPart:
     Attributes:
         before (`tuple[CountedBatch, ...]`): micro-batches that run before the batch, in the same call.
         imbalance (`float`): time of the step relative to ranks that are always busy.
-        untrained (`int`): tokens that TRL counts as trained, but that ranks run only to take part in collectives.
     """
 
     number: int
@@ -58,7 +57,6 @@ class StepPart:
     count: int
     before: tuple[CountedBatch, ...] = ()
     imbalance: float = 1.0
-    untrained: int = 0
 
     @property
     def held(self) -> range:

@@ -23,8 +23,6 @@ class ShardedRowsTrainer(SFTTrainer):
     """TRL's `SFTTrainer` with groups of `args.sequence_parallel` processes that share each row."""
 
     args: PackedSFTConfig
-    # Tokens of this rank that TRL has counted since the last log, and that are none.
-    _surplus = 0
 
     def get_tp_size(self) -> int:
         """Return the number of processes with the same batch. The Trainer divides counts and losses by it."""
@@ -52,26 +50,6 @@ class ShardedRowsTrainer(SFTTrainer):
         """Return the model that runs a batch: for packed batches the one that the group shares."""
         group = row_group(self.args, self.accelerator)
         return model if group is None or "attention_mask" in inputs else ShardedRowModel(model, group)
-
-    def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
-        """Remember what TRL counts, but is no true token: TRL adds the whole row of each rank."""
-        layout = inputs.get("packed_layout")
-        if mode != "train" or layout is None:
-            return
-        # The first rank of a group counts the row for all.
-        self._surplus += layout.num_tokens if self.args.process_index % self._size else layout.padding
-        if self.accelerator.num_processes == 1:
-            self._settle_tokens()
-
-    def _settle_tokens(self) -> None:
-        """Subtract what all ranks have counted too much since the last call. Every rank calls this, as it may wait."""
-        surplus, self._surplus = self._surplus, 0
-        if self.accelerator.num_processes > 1:
-            counts: Any = self.accelerator.reduce(torch.tensor([surplus], device=self.accelerator.device), "sum")
-            surplus = int(counts.sum())
-        self._total_train_tokens -= surplus
-        if "num_tokens" in self._metrics["train"]:
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's metrics, and the peak memory of the process that shares rows and has most."""

@@ -41,7 +41,7 @@ from ...errors import InvalidConfig, PackingError, figure
 from ...exactness import ExactnessReport
 from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
-from ...parallel.ranks import agree, from_main_rank
+from ...parallel.ranks import agree, from_main_rank, summed
 from ...patching import inspect
 from ...patching.apply import find_state, restore_patch
 from ..saving.card import add_section, name_base, packing_section
@@ -92,6 +92,7 @@ class PackedRun(Base):
     exactness: ExactnessReport | None = None
     _resumed_from: str | None = None
     _operations: int | None = None  # of one token, once they are counted
+    _unsettled = 0  # true tokens that this rank has trained and the others do not know of
 
     # Set by each trainer: whether the run is packed, its `identity`, and its `Plan` or cutter if steps are re-cut.
     _packs: bool
@@ -200,6 +201,22 @@ class PackedRun(Base):
                 batch = {**batch, "attention_mask": torch.tensor(count_true_tokens(batch))}
             super()._track_num_input_tokens(batch)
 
+    def _count_tokens(self, inputs: dict[str, Any], *, before: int) -> None:
+        """Count a micro-batch's true tokens, and not what TRL has counted since `before`: padding, and shared rows."""
+        self._total_train_tokens = before
+        if inputs and self.args.process_index % self.args.sequence_parallel == 0:  # of a group the first rank counts
+            self._unsettled += count_true_tokens(inputs)
+        if self.accelerator.num_processes == 1:
+            self._settle_tokens()
+
+    def _settle_tokens(self) -> None:
+        """Add up what all ranks have counted since the last call. Every rank calls this, as it may wait."""
+        tokens = int(summed(self.accelerator, {"": self._unsettled})[""])
+        self._unsettled = 0
+        self._total_train_tokens += tokens
+        if tokens or "num_tokens" in self._metrics["train"]:
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+
     def name_rows(self, *, own_collator: bool) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
@@ -273,6 +290,7 @@ class PackedRun(Base):
 
         The model card, the run's progress and its [`identity`] are added.
         """
+        self._settle_tokens()
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with whole_checkpoint(folder, self):
             super()._save_checkpoint(model, trial)

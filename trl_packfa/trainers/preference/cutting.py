@@ -45,13 +45,6 @@ class PairPart:
     weight: float
 
 
-@dataclass(frozen=True)
-class PairStep(StepPart):
-    """The place of a batch of pairs in its step, whose pairs have `tokens` on all ranks."""
-
-    tokens: int = 0
-
-
 class CutPairs(NamedTuple):
     """A step's pairs as a rank runs them, by micro-batch."""
 
@@ -124,8 +117,8 @@ class PairPlan(Plan):
 
     def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
         """Read and collate the micro-batches of a batch."""
-        cut, tokens = self.cut_once(place.rows), int(self.lengths[place.rows].sum())
-        step = PairStep(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance, tokens=tokens)
+        cut = self.cut_once(place.rows)
+        step = StepPart(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
         made = [
             counted(collator(read_rows(dataset, place.rows[part.numbers].tolist())), origins=part)
             for part in (cut.parts[i] for i in step.held)
@@ -191,11 +184,7 @@ class ImagePairCutter(OwnCutter):
             imbalance=own.imbalance,
         )
         made = [counted(collate([own.examples[i] for i in part.numbers]), origins=part) for part in cut.parts]
-        tokens = int(sum(rank.counts[1] for rank in own.ranks))
-        steps = [
-            PairStep(number, len(batches), own.count, imbalance=cut.imbalance, tokens=tokens)
-            for number in range(len(batches))
-        ]
+        steps = [StepPart(number, len(batches), own.count, imbalance=cut.imbalance) for number in range(len(batches))]
         return batches_of_step(made, steps, columns=("input_ids",))
 
 

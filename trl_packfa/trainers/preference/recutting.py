@@ -23,7 +23,7 @@ from ...override import set_inside
 from ...parallel.ranks import summed
 from ..base.packed_run import PackedRun
 from ..padding_free.padding_free import models_of
-from .cutting import PairPart, PairStep, Rows
+from .cutting import PairPart, Rows
 
 
 class RecutSteps(PackedRun):
@@ -43,8 +43,7 @@ class RecutSteps(PackedRun):
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step for each micro-batch of a batch."""
         trl_step = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
-        step = getattr(inputs, "step", None)
-        if not isinstance(step, PairStep):
+        if (step := getattr(inputs, "step", None)) is None:
             return trl_step(inputs)
 
         def run(micro_batch: Any) -> torch.Tensor:
@@ -52,11 +51,8 @@ class RecutSteps(PackedRun):
                 return trl_step(micro_batch)
 
         loss = run_batch(self, inputs, model, run)
-        if step.is_last:
-            self._total_train_tokens += step.tokens
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-            if not isinstance(self._cutter, Plan):  # tokens of images are counted as they train
-                self.packing_reports |= self._cutter.reports
+        if step.is_last and not isinstance(self._cutter, Plan):  # tokens of images are counted as they train
+            self.packing_reports |= self._cutter.reports
         return loss
 
     def compute_loss(
@@ -80,7 +76,8 @@ class RecutSteps(PackedRun):
             if not self._has_compared:
                 self._has_compared = True
                 self._require_mean_over_pairs(partial(by_trl, model), inputs)
-        metrics["train"].pop("num_tokens")  # counted once the step has ended
+        self._count_tokens(inputs if part.weight else {}, before=self._total_train_tokens)
+        metrics["train"].pop("num_tokens")
         for name, values in metrics["train"].items():
             self._measured[name] = self._measured.get(name, 0) + part.weight * np.array([values[-1], 1.0])
         return loss * part.weight
@@ -112,6 +109,7 @@ class RecutSteps(PackedRun):
             found, self._measured = summed(self.accelerator, self._measured), {}
             means = {name: [total / weight] for name, (total, weight) in found.items() if weight}
             self._metrics["train"] |= means
+            self._settle_tokens()
         super().log(logs, *args, **kwargs)
 
 

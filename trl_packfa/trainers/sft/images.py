@@ -146,10 +146,7 @@ class ImageCutter(OwnCutter):
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
         made = [counted(batch) for batch in micro_batches]
-        parts = [
-            StepPart(number, len(batches), cut.count, imbalance=cut.imbalance, untrained=cut.untrained)
-            for number in range(len(batches))
-        ]
+        parts = [StepPart(number, len(batches), cut.count, imbalance=cut.imbalance) for number in range(len(batches))]
         return batches_of_step(made, parts, columns=("input_ids", "labels"))
 
 

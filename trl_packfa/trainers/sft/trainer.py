@@ -380,7 +380,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
                 self._gate.check_first_batch(model, inputs)
         if (step := getattr(inputs, "step", None)) is not None:
             self.current_gradient_accumulation_steps = step.count  # TRL divides the auxiliary loss by it
-            self._total_train_tokens -= step.untrained if step.is_last else 0  # TRL will have added them
             self.check_recut_images(model)
         return run_batch(self, inputs, model, lambda part: self._run_micro_batch(model, part, num_items_in_batch))
 
@@ -415,7 +414,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self._head.choose(model)  # not chosen yet if the model is evaluated before training
         is_training = self.model.training  # TRL tells training from evaluation in the same way
         mode = "train" if is_training else "eval"
-        self._uncount_padding(inputs, mode)
+        counted = {**inputs} if is_training and (self._cutter is not None or "packed_layout" in inputs) else None
+        before = self._total_train_tokens
         rows = self.args.per_device_train_batch_size if self.args.strategy.fills_rows and is_training else 0
         count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
         measured = self._head.measures(self.state, is_training=is_training)
@@ -432,6 +432,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if (row_weights := inputs.pop(ROW_WEIGHTS, None)) is not None:  # of a re-cut micro-batch of images
             called = WeightedModel(called, row_weights[:, None])
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
+        if counted is not None:
+            self._count_tokens(counted, before=before)
         if not measured:  # otherwise zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
         if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
@@ -534,10 +536,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _identity(self) -> dict[str, str]:
         report = self._data.reports.get("train")
         return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        self._settle_tokens()
-        super()._save_checkpoint(model, trial)
 
     def _save_state(self, folder: Path) -> None:
         self._data.save_state(folder)
