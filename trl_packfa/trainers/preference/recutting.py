@@ -107,7 +107,7 @@ class RecutSteps(PackedRun):
         """Log TRL's metrics, of the micro-batches of all ranks."""
         if self._cutter is not None and self.model.training:  # TRL tells training from evaluation in the same way
             found, self._measured = summed(self.accelerator, self._measured), {}
-            means = {name: [total / weight] for name, (total, weight) in found.items() if weight}
+            means = {name: [float(total / weight)] for name, (total, weight) in found.items() if weight}
             self._metrics["train"] |= means
             self._settle_tokens()
         super().log(logs, *args, **kwargs)
