@@ -39,7 +39,7 @@ def source_of(x: torch.Tensor) -> Source | None:
     source = getattr(x, _SOURCE, None)
     if source is None or source.version != x._version:  # overwritten since
         return None
-    # Under hooks on saved tensors it is kept: a checkpoint computes it again anyway, and TRL's offloading does not move
+    # Under hooks on saved tensors it is kept: a checkpoint computes it again anyway, and TRL's offloading cannot move
     # what two functions save.
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     return None if autograd._top_saved_tensors_default_hooks(True) else source
