@@ -75,9 +75,16 @@ def test_an_output_that_was_overwritten_is_kept(monkeypatch):
         layer.input_layernorm.register_forward_hook(lambda module, args, out: out.mul_(2))
     expected, found = (gradients(model, loss_of(model, context)) for context in (keeping, nullcontext))
     assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
-    monkeypatch.setattr(overrides, "source_of", lambda x: getattr(x, norms._SOURCE, None))
+    monkeypatch.setattr(overrides, "source_of", norms._SOURCES.get)
     found = gradients(model, loss_of(model))
     assert any(differs(grad, expected[name]) for name, grad in found.items())
+
+
+def test_an_output_is_saved_as_any_tensor_is(tmp_path):
+    states = patch(adapted()).base_model.model.model(**tiny.batch(tiny.documents())).last_hidden_state
+    assert norms.source_of(states)
+    torch.save(states, tmp_path / "states.pt")
+    assert torch.equal(torch.load(tmp_path / "states.pt"), states)
 
 
 def test_nothing_is_noted_without_gradients():

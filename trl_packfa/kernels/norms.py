@@ -7,14 +7,13 @@ Shape letters: T tokens, D normalized features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Attribute of a norm's output.
-_SOURCE = "_trl_packfa_source"
 
 
 class Source(NamedTuple):
@@ -23,21 +22,25 @@ class Source(NamedTuple):
     hidden: torch.Tensor
     weight: torch.Tensor
     norm: _Norm
-    version: int  # of the output
+    versions: tuple[int, int]  # of the output and of `hidden`
+
+
+# Of the outputs that are alive. An attribute of a tensor would be saved with it.
+_SOURCES: MutableMapping[torch.Tensor, Source] = WeakTensorKeyDictionary()
 
 
 def run_norm(norm: _Norm, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute a norm's output, and note on it how it was made."""
+    """Compute a norm's output, and note how it was made."""
     normed = norm(hidden, weight)
     if torch.is_grad_enabled():
-        setattr(normed, _SOURCE, Source(hidden.detach(), weight, norm, normed._version))
+        _SOURCES[normed] = Source(hidden.detach(), weight, norm, (normed._version, hidden._version))
     return normed
 
 
 def source_of(x: torch.Tensor) -> Source | None:
     """Return what `x` was made of, `None` if it is no norm's output or must be kept itself."""
-    source = getattr(x, _SOURCE, None)
-    if source is None or source.version != x._version:  # overwritten since
+    source = _SOURCES.get(x)
+    if source is None or source.versions != (x._version, source.hidden._version):  # overwritten since
         return None
     # Under hooks on saved tensors it is kept: a checkpoint computes it again anyway, and TRL's offloading cannot move
     # what two functions save.
