@@ -4,7 +4,8 @@
 
 It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default; with LoRA once in float32,
 once with bfloat16 weights, and once with products in torchao's float8, scaled by token, as a CPU emulates them.
-`noise` compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
+`noise` compares the padded run with itself with halved micro-batches: only the grouping of sums changes. `--sides
+packed` trains no padded run; every way that ran is compared with LoRA in float32.
 """
 
 import argparse
@@ -34,8 +35,12 @@ WAYS = {
     "QLoRA (NF4), bf16 autocast": {"adapter": True, "nf4": True},
     "full, bf16 autocast": {"adapter": False},
     "LoRA, bfloat16 weights": {"adapter": True, "dtype": torch.bfloat16},
+    "LoRA, bfloat16 weights, PEFT's forward": {"adapter": True, "dtype": torch.bfloat16, "fused": False},
     "LoRA, float8 products (emulated)": {"adapter": True, "dtype": torch.bfloat16, "float8": True},
 }
+
+EXACT = "LoRA, float32"
+SIDES = ("padded", "packed")
 
 
 def load(path, nf4=False, dtype=torch.float32, float8=False):
@@ -59,7 +64,7 @@ def load(path, nf4=False, dtype=torch.float32, float8=False):
     return model
 
 
-def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, **options):
+def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, fused=True, **options):
     """Train one run and return its losses and seconds."""
     torch.manual_seed(0)
     config, trainer = (PackedSFTConfig, PackedSFTTrainer) if packed else (SFTConfig, SFTTrainer)
@@ -79,7 +84,7 @@ def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, **option
             disable_tqdm=True,
             save_strategy="no",
             shuffle_dataset=False,
-            **({"use_peft": adapter} if packed else {}),
+            **({"use_peft": adapter, "fused_kernels": fused} if packed else {}),
         )
         made: Any = trainer(
             load(path, **options),
@@ -98,8 +103,22 @@ def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, **option
     return {"losses": losses, "seconds": seconds, "check": report}
 
 
-def worst_step(one, other):
-    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
+def differences(one, other):
+    return [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
+
+
+def line(way, found):
+    """Describe a way's runs in words: losses, and differences to LoRA in float32 if that ran."""
+    words = []
+    for side in SIDES:
+        if side in found[way]:
+            losses, exact = found[way][side]["losses"], found.get(EXACT, {}).get(side)
+            words.append(f"{side}: loss {losses[0]:.4f} to {losses[-1]:.4f}, {found[way][side]['seconds']} s")
+            if exact and way != EXACT:
+                off = differences(found[way][side], exact)
+                words[-1] += f", off float32 by {max(off):.1e} at most, {sum(off) / len(off):.1e} in the mean"
+    words += [f"{name} {found[way][name]:.1e}" for name in ("difference", "noise") if name in found[way]]
+    return f"{way}: {'; '.join(words)}"
 
 
 def main():
@@ -108,23 +127,22 @@ def main():
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--noise", action="store_true", help="also run padded with halved micro-batches")
     args = parser.parse_args()
     data = load_dataset("json", data_files=args.data, split="train").select(range(4 * args.steps))
     found = json.loads(args.out.read_text()) if args.out.exists() else {}
     for way in args.ways:
-        padded = run(args.model, data, args.steps, packed=False, **WAYS[way])
-        packed = run(args.model, data, args.steps, packed=True, **WAYS[way])
-        found[way] = {"padded": padded, "packed": packed, "difference": worst_step(padded, packed)}
-        if args.noise:
+        runs = {side: run(args.model, data, args.steps, packed=side == "packed", **WAYS[way]) for side in args.sides}
+        found[way] = dict(runs)
+        if len(runs) == len(SIDES):
+            found[way]["difference"] = max(differences(*runs.values()))
+        if args.noise and "padded" in runs:
             halved = run(args.model, data, args.steps, packed=False, halved=True, **WAYS[way])
-            found[way]["noise"] = worst_step(padded, halved)
+            found[way]["noise"] = max(differences(runs["padded"], halved))
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{way}: losses {padded['losses'][0]:.4f} to {padded['losses'][-1]:.4f} padded, ", end="")
-        print(f"{packed['losses'][0]:.4f} to {packed['losses'][-1]:.4f} packed, ", end="")
-        print(f"worst step {found[way]['difference']:.1e} (noise {found[way].get('noise', 0):.1e}); ", end="")
-        print(f"{padded['seconds']} s padded, {packed['seconds']} s packed", flush=True)
+        print(line(way, found), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -408,8 +408,11 @@ def _fake_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     return packed
 
 
-def count(setting: Setting) -> Counted:
-    """Run the forward and the backward of one micro-batch on fake tensors, and count."""
+def count(setting: Setting, hooks: AbstractContextManager[Any] | None = None) -> Counted:
+    """Run the forward and the backward of one micro-batch on fake tensors, and count.
+
+    `hooks` see what the forward saves for the backward, as those that offload activations do.
+    """
     recorder = Recorder(setting.documents)
     tokens = sum(setting.documents)
     layout = PackedLayout.from_lengths(setting.documents)
@@ -431,7 +434,7 @@ def count(setting: Setting) -> Counted:
         counted = recorder.counted
         counted.weight_bytes = recorder.live
         with recorder:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16), hooks or nullcontext():
                 loss = model(**batch, fused_lm_head=True, use_cache=False, num_items_in_batch=tokens).loss
             counted.forward, counted.kept_bytes = len(counted.operators), recorder.live - counted.weight_bytes
             loss.backward()

@@ -36,6 +36,8 @@ def run(model, *, context=nullcontext, **options):
 
 
 # Norms, layers that rotate, gated products of two layers; Phi rotates half a head, its norms and MLPs are others.
+# In a backward, fused LoRA computes the output of both norms of a layer again.
+AGAIN = 2 * 2
 COUNTS = {"llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi": (0, 2, 0), "phi3": (5, 2, 0), "mistral": (5, 2, 2)}
 
 
@@ -47,8 +49,9 @@ def test_results_are_the_models_own(architecture, lora, calls):
     assert not calls
     logits, grads = run(model)
     # A norm's input may have no gradient; an MLP with adapters computes its product again in the backward.
-    counted = (calls["rms_norm"], calls["rope"], calls["swiglu_backward"])
-    assert counted == COUNTS[architecture]
+    norms, *others = COUNTS[architecture]
+    norms += AGAIN if lora and norms else 0
+    assert [calls["rms_norm"], calls["rope"], calls["swiglu_backward"]] == [norms, *others]
     assert_recomputed(logits, expected)
     assert_gradients(grads, expected_grads)
 
@@ -61,7 +64,8 @@ def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
     exact = run(copy.deepcopy(model).double(), fused_kernels=False)
     model = model if autocast else model.to(torch.bfloat16)
     expected, found = run(model, fused_kernels=False, context=context), run(model, context=context)
-    assert calls["rms_norm"] == 5 and calls["rope"] == 2 and calls["swiglu_backward"] == 2
+    norms = 5 + AGAIN * lora
+    assert calls["rms_norm"] == norms and calls["rope"] == 2 and calls["swiglu_backward"] == 2
     assert_no_worse(found, expected, exact)
 
 
@@ -73,7 +77,9 @@ def test_gradient_checkpointing(reentrant, fused, calls):
     expected = run(model, fused_kernels=False)[1]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     grads = run(model)[1]
-    assert calls["rms_norm"] == 2 * 4 + 1 and calls["rope"] == 2 * 2, "each layer twice"
+    # A reentrant checkpoint has no hooks that would tell that the second forward is one.
+    norms = 2 * 4 + 1 + AGAIN * (reentrant and fused)
+    assert calls["rms_norm"] == norms and calls["rope"] == 2 * 2, "each layer twice"
     assert_gradients(grads, expected)
 
 

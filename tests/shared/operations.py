@@ -64,19 +64,22 @@ class OperationCounter(TorchDispatchMode):
 
 
 def kept_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
-    """Return the bytes of activations that the backward of `forward()` keeps, each storage once."""
+    """Return the bytes of activations that the backward of `forward()` keeps, each storage once.
+
+    Read from the graph of its first result: under hooks on saved tensors, fused LoRA keeps more.
+    """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}  # the tensors themselves, so that none leaves its address to another
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = forward()
-    found = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights)
-    del result  # which holds the graph
-    return found
+    nodes, kept = [forward()[0].grad_fn], {}
+    seen = set(nodes)
+    for node in nodes:
+        names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for tensor in tree_leaves([getattr(node, name) for name in names]):
+            if isinstance(tensor, torch.Tensor):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        found = dict.fromkeys(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
+        seen.update(found)
+        nodes += found
+    return sum(size for pointer, size in kept.items() if pointer not in weights)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,13 +1,19 @@
 """Checkpoints that save the results of attention (TRL's `selective=True`), by how often attention is computed."""
 
+from functools import partial
+
 import pytest
+import torch
 from pretended import pretend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from training import arguments, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa.attention.reference import ReferenceBackend
+from trl_packfa.errors import InvalidConfig
 from trl_packfa.patching.state import find_state
+from trl_packfa.trainers.requirements import runs
 
 
 class Attention(TorchDispatchMode):
@@ -70,3 +76,28 @@ def test_checkpoints_of_every_second_layer_are_the_trainers(tmp_path):
     for n, mode in enumerate(modes, start=1):
         train(tmp_path, InSteps(mode), attention_backend="sdpa", gradient_checkpointing_kwargs={"every_n_layers": n})
     assert modes[0].calls / 4 == modes[1].calls / 3 > 0, "of two layers, one is computed twice"
+
+
+def saving(*operators):
+    """Return arguments of checkpoints that save these operators."""
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, list(operators))}
+
+
+def test_an_own_policy_may_save_operators_outside_of_fused_lora(tmp_path):
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    plain, selective, products = Attention(), Attention(), saving(torch.ops.aten.mm.default)
+    loss = train(tmp_path, InSteps(plain), attention_backend="sdpa", gradient_checkpointing_kwargs=products)
+    own = saving(attention)
+    same = train(tmp_path, InSteps(selective), attention_backend="sdpa", gradient_checkpointing_kwargs=own)
+    assert plain.calls == 2 * selective.calls > 0 and same == loss
+
+
+def test_a_policy_that_saves_products_in_place_is_refused(tmp_path, monkeypatch):
+    own = {"gradient_checkpointing_kwargs": saving(torch.ops.aten.mm.out), "attention_backend": "sdpa"}
+    with pytest.raises(InvalidConfig, match=r"saves aten\.mm\.out(.|\n)*in place(.|\n)*fused_kernels=False"):
+        train(tmp_path, **own)
+    assert train(tmp_path, fused_kernels=False, **own) == train(tmp_path, adapted=True, attention_backend="sdpa")
+    assert train(tmp_path, adapted=False, **own)
+    monkeypatch.setattr(runs, "_saves_products_in_place", lambda run: [])
+    with pytest.raises(RuntimeError, match="has been mutated"):  # what torch would say, in the first backward
+        train(tmp_path, **own)

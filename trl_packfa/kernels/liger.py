@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from ..layout.call_context import current_call
 from ..override import Override, computes_as, runs_own_forward
 from ..versions import installed_version
+from .norms import run_norm
 
 # The oldest supported version, which added rotations of a part of the head.
 OLDEST = "0.8.5"
@@ -144,8 +145,13 @@ class LigerRMSNormOverride(Override):
         # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
         # incoming gradient, which a residual also reads.
         options = (norm.variance_epsilon, 0.0, "llama", False)
-        with torch.cuda.device_of(hidden_states):
-            return kernels.rms_norm.apply(hidden_states, norm.weight, *options)  # type: ignore[return-value]
+        rms_norm = kernels.rms_norm.apply
+
+        def compute(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+            with torch.cuda.device_of(hidden):
+                return rms_norm(hidden, weight, *options)
+
+        return run_norm(compute, hidden_states, norm.weight)
 
 
 def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | None:

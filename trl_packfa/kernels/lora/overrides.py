@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ...layout.call_context import current_call
 from ...override import Override, computes_as, forward_slot, has_library_forward, override_in, runs_own_forward
 from ..liger import gated_by_liger, multiplies_by_liger
+from ..norms import source_of
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
@@ -68,7 +69,7 @@ class GatedMLPOverride(Override):
             return self._call_in_parts(x, by_liger)
         options = {"by_liger": by_liger, "dtype": dtype, "dtype_out": out}
         with torch.autocast(x.device.type, enabled=False):
-            y = gated_mlp(x.flatten(0, -2), projections, mlp.act_fn, **options)
+            y = gated_mlp(x.flatten(0, -2), projections, mlp.act_fn, source_of(x), **options)
         return y.view(*x.shape[:-1], -1)
 
     def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
@@ -164,7 +165,8 @@ def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tenso
         return tuple(part.view(*x.shape[:-1], -1) for part in parts)
     outs = [output_dtype(x, projection) for projection in projections]
     with torch.autocast(x.device.type, enabled=False):
-        results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *factors_of(projections))
+        options = (source_of(x), projections, dtype, outs)
+        results = ProjectTogether.apply(x.flatten(0, -2), *options, *factors_of(projections))
     return tuple(result.view(*x.shape[:-1], -1) for result in results)
 
 

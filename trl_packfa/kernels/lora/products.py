@@ -1,7 +1,7 @@
 """The products of LoRA layers, forward and backward.
 
-Only inputs, their narrow products with `lora_A`, and in a gated MLP gate and up are saved. The backward computes the
-rest again.
+Only inputs, their narrow products with `lora_A`, and in a gated MLP gate and up are saved. Of an input that a norm has
+made, the norm's input is saved, which the norm keeps anyway. The backward computes the rest again.
 
 Shape letters: T tokens, D input features, O output features, I features inside an MLP.
 """
@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from ...autocast import outside_autocast
 from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
+from ..norms import Source, save_input, saved_input
 from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection, factors_of
 
 # Arguments of [`_GatedMLP`] between its input and its adapters.
-_OPTIONS = 7
+_OPTIONS = 8
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -75,6 +76,7 @@ class ProjectTogether(Function):
     def forward(
         ctx: Any,
         x_TD: torch.Tensor,
+        source: Source | None,
         projections: Sequence[Projection],
         dtype: torch.dtype,
         dtypes_out: Sequence[torch.dtype],
@@ -84,7 +86,7 @@ class ProjectTogether(Function):
         ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device)
         masks = ctx.dropout.draw(*x_TD.shape)
         outs, inners = project_forward(x_TD, projections, dtype, dtypes_out, masks)
-        ctx.save_for_backward(x_TD, *adapters, *inners)
+        save_input(ctx, x_TD, source, *adapters, *inners)
         return outs
 
     @staticmethod
@@ -92,11 +94,11 @@ class ProjectTogether(Function):
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, *saved = ctx.saved_tensors
+        x_TD, saved = saved_input(ctx)
         trains, masks = ctx.needs_input_grad[0], ctx.dropout.draw_again(*x_TD.shape)
         inners = saved[2 * len(ctx.projections) :]
         found = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, inners, input_trains=trains)
-        return found[0], None, None, None, *found[1:]
+        return found[0], None, None, None, None, *found[1:]
 
 
 class _Keep(Function):
@@ -108,18 +110,20 @@ class _Keep(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, keepers: list[Any], *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, source: Source | None, keepers: list[Any], *tensors: torch.Tensor | None
+    ) -> torch.Tensor:
         """Save the tensors and append the context, which has `saved_tensors`, to `keepers`."""
         ctx.set_materialize_grads(False)
         keepers.append(ctx)
-        ctx.save_for_backward(x_TD, *tensors)
+        save_input(ctx, x_TD, source, *tensors)
         ctx.others = len(tensors)
         return x_TD.view_as(x_TD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
-        return grad, *(None,) * (ctx.others + 1)
+        return grad, *(None,) * (ctx.others + 2)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ def gated_mlp(
     x_TD: torch.Tensor,
     projections: Sequence[Projection],
     activation: Activation,
+    source: Source | None,
     *,
     by_liger: bool,
     dtype: torch.dtype,
@@ -144,8 +149,8 @@ def gated_mlp(
 ) -> torch.Tensor:
     """Compute `down(activation(gate(x)) * up(x))`. Save gate and up; the backward computes everything else again.
 
-    `projections` are gate, up and down. `by_liger` lets Liger compute the activation (SiLU) and the product with it.
-    Products are in `dtype`, and their results in `dtype_out`.
+    `projections` are gate, up and down; `source` is what the input was made of. `by_liger` lets Liger compute the
+    activation (SiLU) and the product with it. Products are in `dtype`, and their results in `dtype_out`.
     """
     keeps, kept = torch.is_grad_enabled(), None
     adapters = factors_of(projections)
@@ -157,9 +162,9 @@ def gated_mlp(
             masks = dropout.draw(*x_TD.shape)
             gate_up, inners = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, masks)
         input_trains = x_TD.requires_grad
-        x_TD = _Keep.apply(x_TD, keepers, *gate_up, *adapters, *inners)  # type: ignore[assignment]
+        x_TD = _Keep.apply(x_TD, source, keepers, *gate_up, *adapters, *inners)  # type: ignore[assignment]
         kept = _Kept(gate_up[0], gate_up[1], dropout, keepers[0], input_trains)
-    options = (projections, activation, by_liger, dtype, dtype_out, keeps)
+    options = (source, projections, activation, by_liger, dtype, dtype_out, keeps)
     return _GatedMLP.apply(x_TD, kept, *options, *adapters)  # type: ignore[return-value]
 
 
@@ -169,6 +174,7 @@ class _GatedMLP(Function):
         ctx: Any,
         x_TD: torch.Tensor,
         kept: _Kept | None,
+        source: Source | None,
         projections: Sequence[Projection],
         activation: Activation,
         by_liger: bool,
@@ -205,7 +211,7 @@ class _GatedMLP(Function):
         ctx.outer_inners = outer.inners
         if kept is None:
             ctx.keeper, ctx.input_trains = None, ctx.needs_input_grad[0]
-            ctx.save_for_backward(x_TD, gate_TI, up_TI, *adapters, *(() if inner is None else inner.inners))
+            save_input(ctx, x_TD, source, gate_TI, up_TI, *adapters, *(() if inner is None else inner.inners))
         else:
             ctx.keeper, ctx.input_trains = kept.keeper, kept.input_trains
         return out_TD
@@ -215,7 +221,7 @@ class _GatedMLP(Function):
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, gate_TI, up_TI, *saved = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
+        x_TD, (gate_TI, up_TI, *saved) = saved_input(ctx if ctx.keeper is None else ctx.keeper)
         masks, inners = ctx.inner_dropout.draw_again(*x_TD.shape), saved[2 * len(ctx.projections) :]
         inner = Layers(ctx.projections[:2], ctx.dtype, masks, inners=inners)
         masks = ctx.outer_dropout.draw_again(*gate_TI.shape)

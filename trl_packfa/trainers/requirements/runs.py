@@ -14,7 +14,9 @@ import torch
 from accelerate import ParallelismConfig
 from huggingface_hub import HfApi
 from packaging.version import Version
+from peft import PeftModel
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from transformers.integrations import integration_utils
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig
@@ -84,6 +86,26 @@ def asked_parallelism(args: Any, model: Any = None) -> dict[str, int]:
 def _divided(run: Training) -> Any:
     found = {name: size for name, size in asked_parallelism(run.args, run.model).items() if size > 1}
     return found and Found(", ".join(f"{name}={size}" for name, size in found.items()), [_DIVIDED[n] for n in found])
+
+
+def _saves_products_in_place(run: Training) -> list[str]:
+    """List the products of fused LoRA that a selective checkpoint's policy saves, though the next one adds to them.
+
+    torch notices that only in the backward, and does not say whose tensor it is.
+    """
+    contexts = (run.gradient_checkpointing_kwargs or {}).get("context_fn")
+    adapted = run.given.get("peft_config") is not None or isinstance(run.model, PeftModel)
+    if contexts is None or not adapted or run.torch_compile or not run.fused_kernels:
+        return []
+    decide, x = getattr(contexts()[0], "policy_fn", None), torch.zeros(2, 2)
+    calls: Any = (
+        (torch.ops.aten.mm.out, (x, x), {"out": x}),
+        (torch.ops.aten.addmm.out, (x, x, x), {"out": x}),
+        (torch.ops.aten.addmm_.default, (x, x, x), {}),
+    )
+    saves = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    context = SelectiveCheckpointContext(is_recompute=False)
+    return [str(op) for op, given, named in calls if decide and decide(context, op, *given, **named) in saves]
 
 
 def _scales_zero3(run: Training) -> bool:
@@ -208,6 +230,9 @@ TRAINABLE = (
         "peft_config targets 'lm_head'.",
         why="TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained",
         do="Remove 'lm_head' from target_modules. To train it in full, name it in modules_to_save."),
+    Requirement(lambda r: r.activation_offloading and torch.accelerator.current_accelerator() is None,
+        "activation_offloading=True without an accelerator.",
+        why="it moves activations from an accelerator to the CPU", do="Drop activation_offloading."),
     Requirement(lambda r: getattr(r.model, "hf_device_map", None) and any(p.is_meta for p in r.model.parameters()),
         "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
         why="torch cannot train through them: they are gone when the backward pass needs them",
@@ -216,6 +241,11 @@ TRAINABLE = (
 
 SETUP = (
     FLOAT8,
+    Requirement(lambda r: ", ".join(_saves_products_in_place(r)),
+        "gradient_checkpointing_kwargs: the policy of context_fn saves {found}.",
+        why="fused LoRA adds to such a product in place, which torch would refuse in the backward",
+        do="Save other operators, as {{'selective': True}} saves attention, or pass fused_kernels=False.",
+        shown="a selective checkpoint that saves products of fused LoRA which are written in place"),
     Requirement(_is_unenforced,
         "padding_free=True without packing, and max_length={r.max_length}.",
         why="TRL does not enforce max_length then, and refuses this combination",

@@ -45,7 +45,8 @@ FORMULA = (
     "head); gradients and optimizer: per trained parameter; activations: with gradient checkpointing tokens x "
     "layers x width and one layer in full, without it every layer in full, a layer being 8 W + b (4 W + 2 Q + 2 K "
     "+ 4 F) bytes a token (W width, Q query, K key/value, F feed-forward width, b bytes of an activation; 2 F where "
-    "LoRA is fused); LM head: gradient of the hidden states, a chunk of logits, its own gradient in fp32 if it trains"
+    "LoRA is fused; no 8 W with Liger's norms, and with both 2 W without checkpointing); LM head: gradient of the "
+    "hidden states, a chunk of logits, its own gradient in fp32 if it trains"
 )
 
 
@@ -108,13 +109,22 @@ def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:
     return args
 
 
-def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, fused_norms: bool = False) -> int:
+def layer_bytes(
+    shape: ModelShape,
+    activation: int,
+    *,
+    fused_mlp: bool = False,
+    fused_norms: bool = False,
+    checkpointed: bool = False,
+) -> int:
     """Return the bytes that autograd keeps of one layer for one token, counted on Llama's layer.
 
     They are norms in fp32 (Liger's keep only their input), the inputs of every product, and the tensors that attention
-    and the gated product need. MLPs with fused LoRA keep only gate and up.
+    and the gated product need. MLPs with fused LoRA keep only gate and up, and no result of Liger's norms, unless the
+    layer is `checkpointed`.
     """
-    wide = 4 * shape.hidden + 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
+    wide = (2 if fused_mlp and fused_norms and not checkpointed else 4) * shape.hidden
+    wide += 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
     return (0 if fused_norms else 8 * shape.hidden) + activation * wide
 
 
@@ -139,9 +149,11 @@ def _logits(shape: ModelShape, tokens: int, activation: int, *, trains: bool) ->
 def _activations(
     shape: ModelShape, args: PackedSFTConfig, tokens: int, activation: int, *, fused_norms: bool
 ) -> float:
-    layer = layer_bytes(shape, activation, fused_mlp=fuses_mlps(args), fused_norms=fused_norms)
-    kept = shape.layers * (shape.dtype_bytes * shape.hidden if args.gradient_checkpointing else layer)
-    recomputed = layer if args.gradient_checkpointing else 0
+    checkpointed = args.gradient_checkpointing
+    how = {"fused_mlp": fuses_mlps(args), "fused_norms": fused_norms, "checkpointed": checkpointed}
+    layer = layer_bytes(shape, activation, **how)
+    kept = shape.layers * (shape.dtype_bytes * shape.hidden if checkpointed else layer)
+    recomputed = layer if checkpointed else 0
     # A quantized layer is unpacked where it is used, one weight at a time.
     unpacked = shape.largest * activation if args.load_in_4bit or args.load_in_8bit else 0
     return tokens * (kept + recomputed) + unpacked
