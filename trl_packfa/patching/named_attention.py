@@ -26,7 +26,7 @@ from ..attention.reference import dense_attention
 from ..compile import outside_of_graphs
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
-from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
+from ..layout.call_checks import refuse_beside_cache
 from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..patches.base import InterfacePatch
@@ -141,18 +141,10 @@ def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, An
 
 def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
     """Refuse boundaries beside a mask with elements, which hides pads or is the caller's own."""
-    explicit = {name: kwargs[name] for name in ("packed_layout", "cu_seq_lens_q") if kwargs.get(name) is not None}
-    layout = layout_of({**explicit, "inputs_embeds": torch.empty((*shape, 0), device="cpu")}) if explicit else None
-    if layout is not None and layout.num_documents > shape[0]:
-        raise InvalidLayout(
-            f"{next(iter(explicit))} came with an attention_mask that is not all ones, one for each token.",
-            do="Drop the attention_mask: padding is a trailing document with labels -100.",
-        )
-    padding, positions = getattr(mask, _PADDING, None), kwargs.get("position_ids")
-    if padding is None or not isinstance(positions, torch.Tensor):
-        return
-    if (host := host_positions(positions, shape)) is not None:
-        refuse_restarts_under_padding(host, padding)
+    call = {name: kwargs.get(name) for name in ("packed_layout", "cu_seq_lens_q", "position_ids")}
+    padding = getattr(mask, _PADDING, None)
+    call |= {"attention_mask": mask if padding is None else padding, "inputs_embeds": mask.new_empty((*shape, 0))}
+    layout_of(call)
 
 
 def _unpacked(
