@@ -27,12 +27,12 @@ from ..compile import outside_of_graphs
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.call_checks import refuse_beside_cache
-from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, empty_mask, is_empty_mask
+from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, current_call, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..patches.base import InterfacePatch
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
-from .named_models import AS_SDPA, CHOSEN, require_positions, served_patch
+from .named_models import CHOSEN, require_positions, served_patch
 from .packed_attention import READ, attend_packed, read_options, require_known
 
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
@@ -202,7 +202,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
     served_patch(options["config"].model_type)
-    if AS_SDPA.get():
+    if current_call().masks_as_sdpa:
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     length, padding = options["q_length"], options.get("attention_mask")
     may_skip, by_index = options.get("allow_is_causal_skip", True), not options.get("use_vmap", False)
