@@ -22,7 +22,7 @@ from trl_packfa.data.collator import ROW_LENGTHS, SAVED
 from trl_packfa.data.dataset import split_example, split_tree
 from trl_packfa.data.turns import TurnExpander
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
-from trl_packfa.layout import prefix_tree
+from trl_packfa.layout import prefix_tree, shared_rows
 from trl_packfa.layout.prefix_tree import PrefixTree
 from trl_packfa.layout.shared_rows import tree_of
 from trl_packfa.patching.apply import find_state
@@ -160,8 +160,8 @@ def test_negative_control_a_prefix_that_is_too_long_is_found(tmp_path, monkeypat
             return tree_of(layout, ids)
 
     monkeypatch.setattr(collator, "tree_of", tree)
-    expanded(tmp_path, max_steps=1).train()  # on a CPU it is compared with the ids, and found anew
-    monkeypatch.setattr(PrefixTree, "fits", lambda *args: True)
+    expanded(tmp_path, max_steps=1).train()  # on a CPU it is found anew
+    monkeypatch.setattr(shared_rows, "_told_tree", lambda layout, ids: layout.prefix_tree)
     with pytest.raises(ContaminationError, match="first training batch"):
         expanded(tmp_path).train()
 

@@ -155,15 +155,6 @@ def test_a_mask_of_ones_own_decides():
     assert layout_of({"input_ids": IDS, "position_ids": NATURAL, "attention_mask": mask}) is None
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [([2.5, 3], "must be integers"), ([2**31], "2147483647 tokens at most"), ([3, -1], "must all be positive")],
-)
-def test_lengths_that_are_none(lengths, message):
-    with pytest.raises(InvalidLayout, match=message):
-        PackedLayout.from_lengths(lengths)
-
-
 def test_a_packed_batch_of_one_document_runs_where_mixers_are_patched():
     model, (ids,) = patch(small_model("mamba")), tiny.documents((6,))
     logits = model(**tiny.batch([ids])).logits

@@ -56,14 +56,6 @@ def test_split_is_the_inverse_of_concatenation():
         assert all(torch.equal(a, b) for a, b in zip(layout.split(packed), documents, strict=True))
 
 
-def test_to_keeps_everything_but_the_device():
-    layout = PackedLayout.from_lengths([3, 1], rows=1)
-    assert layout.to("cpu") is layout
-    moved = layout.to("meta")
-    assert moved.cu_seqlens.device.type == "meta"
-    assert (moved.lengths, moved.rows) == (layout.lengths, layout.rows)
-
-
 def test_positions_that_jump_repeat_or_start_above_zero_start_documents():
     positions = torch.tensor([[5, 6, 7, 9, 9, 0, 1]], dtype=torch.int32)
     assert PackedLayout.from_position_ids(positions).lengths == (3, 1, 1, 2)
@@ -78,6 +70,9 @@ def test_repeated_offsets_pad_cu_seqlens():
 @pytest.mark.parametrize(("build", "message"), [
     (lambda: PackedLayout.from_lengths([]), "must all be positive"),
     (lambda: PackedLayout.from_lengths([3, 0]), r"must all be positive, got \[3, 0\]"),
+    (lambda: PackedLayout.from_lengths([3, -1]), "must all be positive"),
+    (lambda: PackedLayout.from_lengths([2.5, 3]), "must be integers"),
+    (lambda: PackedLayout.from_lengths([2**31]), "2147483647 tokens at most"),
     (lambda: PackedLayout.from_lengths([3, 2], rows=2), "cannot be laid out in rows=2"),
     (lambda: PackedLayout.from_lengths([3, 1], rows=2), "crosses the end of a row"),
     (lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3])), "start at 0"),
@@ -97,10 +92,11 @@ def test_true_lengths_leave_out_padding_of_several_documents():
     assert from_lengths([3, 2]).true_lengths == (3, 2)
 
 
-def test_to_a_device_is_made_once_for_each_device():
-    layout = PackedLayout.from_lengths([2, 3])
+def test_to_a_device_is_made_once_for_each_device_and_keeps_everything_else():
+    layout = PackedLayout.from_lengths([2, 3, 5], rows=2)
     moved = layout.to("meta")
-    assert moved.cu_seqlens.device.type == "meta" and moved.lengths == (2, 3)
+    assert moved.cu_seqlens.device.type == "meta"
+    assert (moved.lengths, moved.rows) == (layout.lengths, layout.rows)
     assert layout.to(torch.device("meta")) is moved and moved.to("meta") is moved
     assert layout.to("cpu") is layout
 

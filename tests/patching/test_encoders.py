@@ -114,25 +114,21 @@ def test_bfloat16_is_no_further_from_the_truth_than_padded(model_type):
     assert_low_precision(run(patch(half, unpad=True), batch())[0], padded, exact, factor=3.0)
 
 
-def test_an_output_that_groups_cannot_join_is_refused(monkeypatch):
-    class Output(dict):
-        """A dict that torch's tree functions do not open."""
+class Output(dict):
+    """A dict that torch's tree functions do not open."""
 
+
+@pytest.mark.parametrize(("changed", "message"), [
+    (Output, r"a value of type Output(.|\n)*only tensors of several calls"),
+    # The share of each group's loss in the whole is not known.
+    (lambda outputs: (outputs[0].mean(), outputs[0]), "unpad=True cannot join the single numbers"),
+])  # fmt: skip
+def test_outputs_that_groups_cannot_join_are_refused(changed, message, monkeypatch):
     model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
     override = override_in(model)
     forward = override.call_original
-    monkeypatch.setattr(override, "call_original", lambda **call: Output(forward(**call)))
-    with pytest.raises(PackingError, match=r"a value of type Output(.|\n)*only tensors of several calls"):
-        model(**batch())
-
-
-def test_a_single_number_that_groups_return_is_refused(monkeypatch):
-    """The share of each group's loss in the whole is not known."""
-    model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
-    override = override_in(model)
-    forward = override.call_original
-    monkeypatch.setattr(override, "call_original", lambda **call: (forward(**call)[0].mean(), forward(**call)[0]))
-    with pytest.raises(PackingError, match="unpad=True cannot join the single numbers"):
+    monkeypatch.setattr(override, "call_original", lambda **call: changed(forward(**call)))
+    with pytest.raises(PackingError, match=message):
         model(**batch())
 
 

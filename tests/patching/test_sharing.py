@@ -109,18 +109,24 @@ def test_negative_control_branches_that_see_each_other(monkeypatch):
     assert differs(logits[5], expected[5])
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("share", "reentrant"), [
+    (False, None), (False, False), (True, None), (True, False), (True, True),
+])  # fmt: skip
 @pytest.mark.parametrize("order", ["adapter first", "patch first"])
-def test_adapters_and_gradient_checkpointing(order, reentrant):
-    assert compare_adapters(order, reentrant, documents(), share_prefixes=True).shared == SHARED
+def test_adapters_and_gradient_checkpointing(order, share, reentrant):
+    found = compare_adapters(order, reentrant, documents(), share_prefixes=share)
+    assert found.calls and found.shared == SHARED * share
 
 
-def test_the_routers_loss_counts_a_shared_token_in_each_row():
-    made, batch = small_model("mixtral", router_aux_loss_coef=0.1), padded(documents())
-    expected = made(**batch, output_router_logits=True).aux_loss
-    with patched(made, unpad=True, share_prefixes=True):
-        assert_float32(made(**batch, output_router_logits=True).aux_loss, expected.double())
-        assert counted(made).shared == SHARED
+@pytest.mark.parametrize("share", [False, True])
+def test_the_routers_loss_counts_a_token_in_each_row(share):
+    made = small_model("mixtral", router_aux_loss_coef=0.1)
+    for side in ("right", "left"):
+        batch = padded(documents(), side)
+        expected = made(**batch, output_router_logits=True).aux_loss
+        with patched(made, unpad=True, share_prefixes=share):
+            assert_float32(made(**batch, output_router_logits=True).aux_loss, expected.double())
+            assert counted(made).calls and counted(made).shared == SHARED * share
 
 
 def test_a_classifier_pools_the_last_token_of_each_row():
@@ -235,8 +241,9 @@ def test_activated_lora_and_missing_unpad_are_refused():
     assert "computed separately: activated LoRA begins at the last invocation of a document" in describe(made)
 
 
-def test_the_patch_is_copied_pickled_undone_and_idempotent():
-    assert all(counts.shared for counts in compare_copies(padded(documents()), share_prefixes=True))
+@pytest.mark.parametrize("share", [False, True])
+def test_the_patch_is_copied_pickled_undone_and_idempotent(share):
+    assert all(bool(counts.shared) == share for counts in compare_copies(padded(documents()), share_prefixes=share))
 
 
 def test_ids_are_compared_once_for_all_models(monkeypatch):

@@ -112,12 +112,6 @@ def compare_adapters(order, reentrant, documents, **options):
     return found
 
 
-@pytest.mark.parametrize("order", ["adapter first", "patch first"])
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_adapters_and_gradient_checkpointing(order, reentrant):
-    assert compare_adapters(order, reentrant, tiny.documents()).calls
-
-
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_sequence_classification_pools_what_it_pooled(pad_is_eos):
     config = small_model("llama", num_labels=1, pad_token_id=2 if pad_is_eos else 0, eos_token_id=2).config
@@ -180,16 +174,6 @@ def test_labels_at_pads_are_refused():
         model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     patch(unpatch(model), unpad=True)(**batch, labels=labels, use_cache=False).loss.backward()
-
-
-def test_the_routers_loss_is_the_padded_one():
-    model = small_model("mixtral", router_aux_loss_coef=0.1)
-    for side in ("right", "left"):
-        batch = padded(tiny.documents(), side)
-        expected = model(**batch, output_router_logits=True).aux_loss
-        with patched(model, unpad=True):
-            assert_float32(model(**batch, output_router_logits=True).aux_loss, expected.double())
-            assert counted(model).calls
 
 
 def test_calls_with_a_cache_and_generation_are_left_alone():
@@ -258,10 +242,6 @@ def compare_copies(batch, **options):
     assert torch.equal(model(**batch).logits, expected)
     assert torch.equal(unpatch(patch(model, unpad=True, **options))(**batch).logits, expected)
     return [counted(other) for other in copies]
-
-
-def test_the_patch_is_copied_pickled_undone_and_idempotent():
-    compare_copies(padded(tiny.documents()))
 
 
 def test_under_torch_compile():

@@ -63,7 +63,8 @@ class DataCollatorForPacking:
             Send TRL's five keys beside `packed_layout`. Our trainers switch it off: a patched model does not read
             these keys, and each one costs a copy to the device.
         share_prefixes (`bool`, *optional*, defaults to `False`):
-            Compare the documents, so that a model patched with `share_prefixes=True` need not do it.
+            Compare the documents, so that a model on an accelerator, patched with `share_prefixes=True`, need not do
+            it.
         count_first_labels (`bool`, *optional*, defaults to `False`):
             Count the documents whose first token has a label in the batch's `trl_packfa_first_labels`. The Trainer
             divides the loss of some classes, such as `GPT2LMHeadModel`, by these labels too, though nothing predicts

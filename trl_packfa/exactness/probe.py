@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,9 +17,9 @@ from torch import nn
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from ..layout.call_context import current_call, in_call
 from ..layout.from_call import layout_of
 from ..patching.inspect import inner_model, known_ids, known_labels
-from ..patching.named_models import masks_as_sdpa
 from .documents import Documents
 from .following import Following, Result, Run
 from .scoring import Scorer
@@ -137,7 +138,7 @@ class Probe:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
-        with masks_as_sdpa():
+        with in_call(replace(current_call(), masks_as_sdpa=True)):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored((document,), ids.shape[1]))
         return {document: Result(found.states[0], found.logits if len(found.logits) else None)}
 

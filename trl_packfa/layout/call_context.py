@@ -40,6 +40,8 @@ class PackedCall:
     router_logits: list[torch.Tensor] | None = None
     # Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
     notes_masks: bool = False
+    # Whether masks by name are always those of `sdpa`: the check uses such a call as its reference.
+    masks_as_sdpa: bool = False
     # Mask `(B, L)` of the positions whose hidden states TRL's LM head needs (`kernels/lm_head/labelled.py`).
     labelled: torch.Tensor | None = None
     # The padded rows of a call that runs without its pads, for cross-attention (`patching/cross_attention.py`).
@@ -71,7 +73,9 @@ def in_call(call: PackedCall) -> Iterator[None]:
 @contextmanager
 def packed_call(layout: PackedLayout | None, *, notes_masks: bool = False) -> Iterator[None]:
     """Give this thread's call a layout, or none, inside a `with` block."""
-    with in_call(PackedCall(layout, router_logits=current_call().router_logits, notes_masks=notes_masks)):
+    outer = current_call()
+    kept = {"router_logits": outer.router_logits, "masks_as_sdpa": outer.masks_as_sdpa}
+    with in_call(PackedCall(layout, notes_masks=notes_masks, **kept)):
         yield
 
 

@@ -58,19 +58,6 @@ class PrefixTree(NamedTuple):
             waiting += [(begin, until, depth, before) for begin, until in itertools.pairwise(cuts)][::-1]
         return cls(tuple(segments), tuple(found))
 
-    def fits(self, documents: Sequence[np.ndarray]) -> bool:
-        """Tell whether each segment holds the same tokens in all of these documents that it is a part of."""
-        known: dict[int, np.ndarray] = {}
-        lengths = [sum(self.segments[i] for i in document) for document in self.documents]
-        if lengths != [len(ids) for ids in documents]:
-            return False
-        for ids, document in zip(documents, self.documents, strict=True):
-            for segment, end in zip(document, itertools.accumulate(self.segments[i] for i in document), strict=True):
-                own = ids[end - self.segments[segment] : end]
-                if not np.array_equal(known.setdefault(segment, own), own):
-                    return False
-        return True
-
     @property
     def num_tokens(self) -> int:
         """Number of tokens in a row that holds each prefix once, T."""

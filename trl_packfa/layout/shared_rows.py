@@ -106,7 +106,7 @@ def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> Shared
     """Return the documents of a packed batch `(B, L)` with each common prefix once; `None` if no two share one.
 
     They are a matter of the ids, and a layout may be used for several batches: so they are kept with the tensor of
-    ids. The ids are copied to the host and compared, unless the collator has compared them.
+    ids. The ids are compared on the host, unless they lie on an accelerator and the collator has compared them.
     """
     known = remembered(input_ids, _KNOWN_PACKED)
     if known is None or known[0] != (layout.rows, layout.lengths):
@@ -120,13 +120,12 @@ def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> Shared
 def _told_tree(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree | None:
     """Return the tree that the collator has made, if it is one of these ids.
 
-    On a CPU the ids are compared with it. An accelerator would wait for that, so there it counts for one batch only.
+    On a CPU they are compared anew, which costs little there. An accelerator would wait for that, so it takes the
+    tree, for one batch.
     """
-    tree, first = layout.prefix_tree, _KNOWN_PACKED not in layout.memo
+    first = _KNOWN_PACKED not in layout.memo
     layout.memo[_KNOWN_PACKED] = True
-    if tree is not None and input_ids.device.type == "cpu":
-        return tree if tree.fits([ids.numpy() for ids in layout.split(input_ids.detach())]) else None
-    return tree if first else None
+    return layout.prefix_tree if first and input_ids.device.type != "cpu" else None
 
 
 def tree_of(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree:

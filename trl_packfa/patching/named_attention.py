@@ -26,13 +26,13 @@ from ..attention.reference import dense_attention
 from ..compile import outside_of_graphs
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
-from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
-from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, empty_mask, is_empty_mask
+from ..layout.call_checks import refuse_beside_cache
+from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, current_call, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..patches.base import InterfacePatch
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
-from .named_models import AS_SDPA, CHOSEN, require_positions, served_patch
+from .named_models import CHOSEN, require_positions, served_patch
 from .packed_attention import READ, attend_packed, read_options, require_known
 
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
@@ -141,18 +141,10 @@ def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, An
 
 def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
     """Refuse boundaries beside a mask with elements, which hides pads or is the caller's own."""
-    explicit = {name: kwargs[name] for name in ("packed_layout", "cu_seq_lens_q") if kwargs.get(name) is not None}
-    layout = layout_of({**explicit, "inputs_embeds": torch.empty((*shape, 0), device="cpu")}) if explicit else None
-    if layout is not None and layout.num_documents > shape[0]:
-        raise InvalidLayout(
-            f"{next(iter(explicit))} came with an attention_mask that is not all ones, one for each token.",
-            do="Drop the attention_mask: padding is a trailing document with labels -100.",
-        )
-    padding, positions = getattr(mask, _PADDING, None), kwargs.get("position_ids")
-    if padding is None or not isinstance(positions, torch.Tensor):
-        return
-    if (host := host_positions(positions, shape)) is not None:
-        refuse_restarts_under_padding(host, padding)
+    call = {name: kwargs.get(name) for name in ("packed_layout", "cu_seq_lens_q", "position_ids")}
+    padding = getattr(mask, _PADDING, None)
+    call |= {"attention_mask": mask if padding is None else padding, "inputs_embeds": mask.new_empty((*shape, 0))}
+    layout_of(call)
 
 
 def _unpacked(
@@ -210,7 +202,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
     served_patch(options["config"].model_type)
-    if AS_SDPA.get():
+    if current_call().masks_as_sdpa:
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     length, padding = options["q_length"], options.get("attention_mask")
     may_skip, by_index = options.get("allow_is_causal_skip", True), not options.get("use_vmap", False)

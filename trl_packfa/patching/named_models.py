@@ -7,9 +7,6 @@ type is refused at its first call that asks for a mask or for attention, packed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,9 +43,6 @@ _NOT_BY_NAME: dict[str, str] = {
 }
 _PATCH_IT = "Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model)."
 
-# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
-AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
-
 # Types with rotary embeddings whose results depend on more than differences of positions.
 _POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
@@ -77,16 +71,6 @@ def _why_not_served(name: str, patch: Patch) -> str | None:
     own = isinstance(patch, FunctionPatch) or (isinstance(patch, AttentionPatch) and (patch.makes_mask or patch.bias))
     # A third party's patch is in no table of ours.
     return _OWN_ATTENTION if own or patch.origin != "trl_packfa" else None
-
-
-@contextmanager
-def masks_as_sdpa() -> Iterator[None]:
-    """Let calls by name run under `sdpa`'s masks inside a `with` block, as the check's reference does."""
-    token = AS_SDPA.set(True)
-    try:
-        yield
-    finally:
-        AS_SDPA.reset(token)
 
 
 def runs_by_name(model: nn.Module) -> bool:

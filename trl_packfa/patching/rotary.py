@@ -14,7 +14,7 @@ from torch import nn
 
 from ..compile import outside_of_graphs
 from ..layout.call_context import current_call, packed_call
-from ..override import Override, forward_signature, named_arguments
+from ..override import Override, attributes_set, forward_signature, named_arguments
 
 # Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.
 LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -70,24 +70,17 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
     would then depend on the calls before it. After the block the frequencies are restored.
     """
     rotary = [module for module in model.modules() if depends_on_length(module)]
-    # Copies of the buffers, which some modules update in place, and the frequencies that are attributes.
-    kept = [
-        (
-            {name: value.clone() for name, value in module.named_buffers(recurse=False, remove_duplicate=False)},
-            {name: x for name, x in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))},
-        )
-        for module in rotary
-    ]
-    try:
-        with ExitStack() as hooks:
-            for module in rotary:
-                hooks.enter_context(module.register_forward_pre_hook(_forget, with_kwargs=True))
-            yield
-    finally:
-        for module, (buffers, values) in zip(rotary, kept, strict=True):
-            for name, buffer in buffers.items():
-                setattr(module, name, buffer)
-            vars(module).update(values)
+    inside: list[tuple[nn.Module, str, Any]] = []
+    for module in rotary:
+        # Copies of the buffers, which some modules update in place, and the frequencies that are attributes.
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        inside += [(module, name, buffer.clone()) for name, buffer in buffers]
+        own = vars(module).items()
+        inside += [(module, name, x) for name, x in own if name.endswith(("_freq", "_cached", "_scaling"))]
+    with attributes_set(inside), ExitStack() as hooks:
+        for module in rotary:
+            hooks.enter_context(module.register_forward_pre_hook(_forget, with_kwargs=True))
+        yield
 
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -127,9 +127,8 @@ class Unpadding:
     calls: int = 0  # that ran without their pads so far
     tokens: int = 0  # true tokens of all masks so far
     pads: int = 0
-    documents: int = 0  # rows with tokens
     trained: int = 0  # true tokens of calls with gradients
-    trained_documents: int = 0
+    trained_documents: int = 0  # rows with tokens
     shared: int = 0  # true tokens that were not computed, because another row has the same prefix
     blocks: int = 0  # of tokens that saw each other in both directions, of layers with and without a window
     _told: frozenset[str] = frozenset()
@@ -219,11 +218,9 @@ class Unpadding:
     def _count(self, rows: PaddedRows) -> None:
         self.tokens += rows.num_tokens
         self.pads += rows.num_pads
-        documents = sum(length > 0 for length in rows.lengths)
-        self.documents += documents
         if torch.is_grad_enabled():
             self.trained += rows.num_tokens
-            self.trained_documents += documents
+            self.trained_documents += sum(length > 0 for length in rows.lengths)
 
     def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
         """Count a call that ran without its pads, and pass it to `watch` with the backbone's unpatched `forward`.
