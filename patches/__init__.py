@@ -13,6 +13,7 @@ from trl_packfa.patches import (
     gpt_neo,
     gpt_neox_japanese,
     gptj,
+    granite,
     hybrids,
     interface,
     llama,
@@ -30,7 +31,8 @@ from trl_packfa.patches import (
 from trl_packfa.patches.base import Patch
 
 PATCHES: tuple[Patch, ...] = (
-    llama.PATCH, mistral.PATCH, phi.PATCH, phi3.PATCH, qwen3.PATCH, gemma3.PATCH, bloom.PATCH, doge.PATCH,
-    falcon.PATCH, git.PATCH, mpt.PATCH, xglm.PATCH, interface.PATCH, windows.PATCH, gptj.PATCH, gpt_neo.PATCH,
-    gpt_neox_japanese.PATCH, positions.PATCH, sparse.PATCH, hybrids.PATCH, own_attention.PATCH, by_document.PATCH,
+    llama.PATCH, mistral.PATCH, granite.PATCH, phi.PATCH, phi3.PATCH, qwen3.PATCH, gemma3.PATCH, bloom.PATCH,
+    doge.PATCH, falcon.PATCH, git.PATCH, mpt.PATCH, xglm.PATCH, interface.PATCH, windows.PATCH, gptj.PATCH,
+    gpt_neo.PATCH, gpt_neox_japanese.PATCH, positions.PATCH, sparse.PATCH, hybrids.PATCH, own_attention.PATCH,
+    by_document.PATCH,
 )  # fmt: skip

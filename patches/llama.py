@@ -27,9 +27,9 @@ def rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Em
     return *rotate(query, key, *position_embeddings), value
 
 
-# The scale (Granite), windows and softcap (Gemma-2, Qwen2) are read from the module. EXAONE 3 is a Llama model with
-# another config (transformers 5.24).
+# Windows and softcap (Gemma-2, Qwen2) are read from the module. EXAONE 3 is a Llama model with another config
+# (transformers 5.24).
 PATCH = AttentionPatch(
-    model_types=("llama", "exaone", "gemma2", "granite", "qwen2"),
-    attention=dict.fromkeys(("LlamaAttention", "Gemma2Attention", "GraniteAttention", "Qwen2Attention"), rotary_qkv),
+    model_types=("llama", "exaone", "gemma2", "qwen2"),
+    attention=dict.fromkeys(("LlamaAttention", "Gemma2Attention", "Qwen2Attention"), rotary_qkv),
 )
