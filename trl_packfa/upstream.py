@@ -88,7 +88,8 @@ PRIVATE = (
     Private("torch.cpu._is_amx_tile_supported", "AMX makes the half-precision backward the faster one"),
     Private("torch.ops.mkldnn._is_mkldnn_{bf16,fp16}_supported", "only oneDNN knows if the CPU has instructions"),
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "saved tensors that nobody reads again"),
-    Private("torch._C._autograd._top_saved_tensors_default_hooks", "whether saved tensors are recomputed or moved"),
+    Private("torch._C._autograd._top_saved_tensors_default_hooks", "whether saved tensors are recomputed or moved",
+            only="torch>2.7"),
     Private("torch.distributed.device_mesh.DeviceMesh._flatten", "the mesh of all ranks under accelerate's name"),
     # The standard library.
     Private("argparse._SubParsersAction", "the type of what `add_subparsers` returns"),

@@ -44,8 +44,8 @@ def source_of(x: torch.Tensor) -> Source | None:
         return None
     # Under hooks on saved tensors it is kept: a checkpoint computes it again anyway, and TRL's offloading cannot move
     # what two functions save.
-    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
-    return None if autograd._top_saved_tensors_default_hooks(True) else source
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
+    return None if hooks is None or hooks(True) else source  # torch 2.7 does not tell
 
 
 def save_input(ctx: Any, x_TD: torch.Tensor, source: Source | None, *others: torch.Tensor | None) -> None:
