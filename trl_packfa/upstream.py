@@ -82,7 +82,7 @@ PRIVATE = (
     Private("torch._dynamo.eval_frame.OptimizedModule()._orig_mod", "the model inside of a compiled one"),
     Private("torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex",
             "mask rules index tensors by tensors under vmap, as in transformers"),
-    Private("torch.utils._pytree.tree_{flatten,leaves,map,unflatten}", "tensors in any call; in torch 2.7 not public"),
+    Private("torch.utils._pytree.tree_{leaves,map}", "tensors in any output; torch 2.7 has no public module"),
     # torch: kernels, backwards, ranks.
     Private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "one dtype forward, another one backward"),
     Private("torch.cpu._is_amx_tile_supported", "AMX makes the half-precision backward the faster one"),

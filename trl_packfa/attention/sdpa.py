@@ -52,11 +52,10 @@ class SdpaBackend(AttentionBackend):
         if call.layout.has_own_keys:
             return self._attend_by_segment(query, key, value, call)
         layout = call.layout.queries
-        groups = group_by_length(layout.lengths, query.device)
-        batches = zip(*(pad_groups(tensor, layout.lengths, groups) for tensor in (query, key, value)), strict=True)
+        batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if call.bias else ()
         outputs: list[torch.Tensor] = []
-        for group, batch in zip(groups, batches, strict=True):
+        for group, batch in zip(group_by_length(layout.lengths, query.device), batches, strict=True):
             tokens_GL = None
             if numbers:  # padding gets an index that no token has
                 own = [numbers[i] for i in group]
@@ -64,7 +63,7 @@ class SdpaBackend(AttentionBackend):
             lengths = [layout.lengths[i] for i in group]
             q_GLNH, k_GLKH, v_GLKH = batch
             outputs.append(_attend_batch(q_GLNH, k_GLKH, v_GLKH, call, tokens_GL, lengths))
-        return pack_groups(outputs, layout.lengths, groups)
+        return pack_groups(outputs, layout)
 
     def _attend_by_segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

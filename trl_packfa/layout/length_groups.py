@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
+
+from . import PackedLayout
 
 # A document joins a group if it is at most this much shorter than the group's longest: in tokens or as a share,
 # whichever is more. Below about 16 tokens a further call costs more than the padding.
@@ -39,30 +41,63 @@ def _grouped(lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]
     return tuple(map(tuple, groups))
 
 
-def pad_groups(packed: torch.Tensor, lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Pad packed tokens `(T, ...)` to one batch `(G, L, ...)` for each group, with copies of a document's last token.
-
-    A causal module never sees what comes after a token, and a token of the document is what any module can compute.
-    No gradients flow to these copies.
-    """
-    # Views of one split, and one `cat` for each group: each token is copied once, also in the backward, where
-    # autograd's slices would copy the whole batch for each document.
-    documents, batches = packed.split(list(lengths)), []
-    for group in groups:
-        longest, rows = max(lengths[i] for i in group), []
-        for i in group:
-            last = documents[i][-1:].detach()
-            rows += [documents[i], last.expand(longest - lengths[i], *packed.shape[1:])]
-        batches.append(torch.cat(rows).view(len(group), longest, *packed.shape[1:]))
-    return batches
+def pad_groups(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+    """Pad packed tokens `(T, ...)` to one batch `(G, L, ...)` for each group, with zeros after shorter documents."""
+    return _PadGroups.apply(packed, layout)  # type: ignore[return-value]
 
 
-def pack_groups(
-    batches: Sequence[torch.Tensor], lengths: Sequence[int], groups: Sequence[Sequence[int]]
-) -> torch.Tensor:
+def pack_groups(batches: list[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
     """Pack batches `(G, L, ...)`, one for each group, into tokens `(T, ...)`: the inverse of [`pad_groups`]."""
+    return _PackGroups.apply(layout, *batches)  # type: ignore[return-value]
+
+
+class _PadGroups(torch.autograd.Function):
+    """Padding that copies each token once; autograd's own slices copy the whole batch for each document."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+        ctx.layout = layout
+        return _padded(packed, layout)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _packed(gradients, ctx.layout), None
+
+
+class _PackGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: PackedLayout, *batches: torch.Tensor) -> torch.Tensor:
+        ctx.layout = layout
+        return _packed(batches, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *_padded(gradient, ctx.layout)
+
+
+def _padded(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+    documents, batches = packed.split(list(layout.lengths)), []
+    for group in group_by_length(layout.lengths, packed.device):
+        if len(group) == 1:
+            # A document that is alone in its group needs no copy: this is a view.
+            batches.append(documents[group[0]][None])
+            continue
+        longest = layout.lengths[group[0]]
+        # Not `new_zeros`: each element is written once below, with a token's value or with a zero after a document.
+        batch = packed.new_empty(len(group), longest, *packed.shape[1:])
+        for place, i in zip(batch.unbind(), group, strict=True):
+            length = layout.lengths[i]
+            place[:length].copy_(documents[i])
+            if length < longest:
+                place[length:].zero_()
+        batches.append(batch)
+    return tuple(batches)
+
+
+def _packed(batches: tuple[torch.Tensor, ...], layout: PackedLayout) -> torch.Tensor:
     documents: dict[int, torch.Tensor] = {}
-    for group, batch in zip(groups, batches, strict=True):
-        for i, row in zip(group, batch.unbind(), strict=True):
-            documents[i] = row[: lengths[i]]  # a view, which `cat` below copies in one pass
-    return torch.cat([documents[i] for i in range(len(lengths))])
+    for group, batch in zip(group_by_length(layout.lengths, batches[0].device), batches, strict=True):
+        for place, i in zip(batch.unbind(), group, strict=True):
+            # These are views, which `cat` below copies in one pass.
+            documents[i] = place if len(place) == layout.lengths[i] else place[: layout.lengths[i]]
+    return torch.cat([documents[i] for i in range(layout.num_documents)])
