@@ -8,7 +8,7 @@ import torch
 from calls import watched
 from peft import LoraConfig
 from selection import exhaustive, in_full
-from trl_trainers import beyond, build, build_packed, pairs, run, train
+from trl_trainers import OF_MICRO_BATCHES, beyond, build, build_packed, pairs, run, train
 
 import trl_packfa
 from trl_packfa.data.collating import CountingCollator
@@ -53,7 +53,7 @@ def test_a_packed_trainer_shares_prompts_in_recut_steps(kind, tmp_path):
     options = {"data": with_prompts(), "max_steps": 3, **batches}
     expected, _ = run(build, kind, tmp_path, **options)
     logs, _ = run(build_packed, kind, tmp_path, share_prefixes=True, **options)
-    assert not beyond(expected, logs)
+    assert not beyond(expected, logs, besides=OF_MICRO_BATCHES[kind])
     assert all(entry["prefixes_shared"] > 0.1 for entry in logs)
     assert min(entry["micro_batches"] for entry in logs) < 4
 
