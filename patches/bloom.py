@@ -49,6 +49,7 @@ def project_and_add(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) 
 
 PATCH = AttentionPatch(
     model_types=("bloom",),
+    backbone="BloomModel",
     attention={"BloomAttention": fused_qkv},
     arguments=read_arguments,
     bias=alibi,

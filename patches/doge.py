@@ -31,6 +31,7 @@ def dynamic_mask(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias
 
 PATCH = AttentionPatch(
     model_types=("doge",),
+    backbone="DogeModel",
     attention={"DogeAttention": normed_rotary_qkv},
     arguments=config_window,  # `DogeAttention` has none: transformers puts the window into the mask only
     bias=dynamic_mask,

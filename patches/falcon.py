@@ -31,6 +31,7 @@ def has_alibi(config: Any) -> bool:
 
 PATCH = AttentionPatch(
     model_types=("falcon",),
+    backbone="FalconModel",
     attention={"FalconAttention": rotary_qkv},
     output="dense",
     arguments=read_arguments,

@@ -17,6 +17,7 @@ def without_softcap(module: nn.Module) -> AttentionArguments:
 
 PATCH = AttentionPatch(
     model_types=("gemma3_text",),
+    backbone="Gemma3TextModel",
     attention={"Gemma3Attention": normed_rotary_qkv},
     arguments=without_softcap,
 )

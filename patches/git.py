@@ -32,6 +32,7 @@ def unprojected(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> t
 
 PATCH = AttentionPatch(
     model_types=("git",),
+    backbone="GitModel",
     attention={"GitSelfAttention": plain_qkv},
     arguments=read_arguments,
     finish=unprojected,  # the next module, `GitSelfOutput`, has the output projection

@@ -6,4 +6,4 @@ The embedding, residual and logit multipliers are applied outside of attention, 
 from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.llama import rotary_qkv
 
-PATCH = AttentionPatch(model_types=("granite",), attention={"GraniteAttention": rotary_qkv})
+PATCH = AttentionPatch(model_types=("granite",), backbone="GraniteModel", attention={"GraniteAttention": rotary_qkv})

@@ -1,4 +1,4 @@
-"""Llama, and architectures with its attention: three projections, and rotary embeddings over whole heads."""
+"""Llama: three projections and rotary embeddings over whole heads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Em
     return *rotate(query, key, *position_embeddings), value
 
 
-# Windows and softcap (Gemma-2, Qwen2) are read from the module. EXAONE 3 is a Llama model with another config
-# (transformers 5.24).
+# EXAONE 3 is a Llama model with another config (transformers 5.24).
 PATCH = AttentionPatch(
-    model_types=("llama", "exaone", "gemma2", "qwen2"),
-    attention=dict.fromkeys(("LlamaAttention", "Gemma2Attention", "Qwen2Attention"), rotary_qkv),
+    model_types=("llama", "exaone"), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv}
 )

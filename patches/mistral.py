@@ -15,6 +15,7 @@ def config_window(module: Any) -> AttentionArguments:
 
 PATCH = AttentionPatch(
     model_types=("mistral",),
+    backbone="MistralModel",
     attention={"MistralAttention": rotary_qkv},
     arguments=config_window,
 )

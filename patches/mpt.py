@@ -36,6 +36,7 @@ def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
 
 PATCH = AttentionPatch(
     model_types=("mpt",),
+    backbone="MptModel",
     attention={"MptAttention": fused_qkv},
     output="out_proj",
     arguments=read_arguments,

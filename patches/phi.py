@@ -20,4 +20,6 @@ def partial_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embedd
     return *rotate(query, key, *position_embeddings), value
 
 
-PATCH = AttentionPatch(model_types=("phi",), attention={"PhiAttention": partial_rotary_qkv}, output="dense")
+PATCH = AttentionPatch(
+    model_types=("phi",), backbone="PhiModel", attention={"PhiAttention": partial_rotary_qkv}, output="dense"
+)

@@ -21,4 +21,6 @@ def fused_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Emb
     return *rotate(query, key, *position_embeddings), value
 
 
-PATCH = AttentionPatch(model_types=("phi3",), attention={"Phi3Attention": fused_qkv}, arguments=config_window)
+PATCH = AttentionPatch(
+    model_types=("phi3",), backbone="Phi3Model", attention={"Phi3Attention": fused_qkv}, arguments=config_window
+)

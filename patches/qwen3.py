@@ -17,4 +17,4 @@ def normed_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddi
     return *rotate(module.q_norm(query), module.k_norm(key), *position_embeddings), value
 
 
-PATCH = AttentionPatch(model_types=("qwen3",), attention={"Qwen3Attention": normed_rotary_qkv})
+PATCH = AttentionPatch(model_types=("qwen3",), backbone="Qwen3Model", attention={"Qwen3Attention": normed_rotary_qkv})

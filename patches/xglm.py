@@ -24,6 +24,7 @@ def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
 
 PATCH = AttentionPatch(
     model_types=("xglm",),
+    backbone="XGLMModel",
     attention={"XGLMAttention": plain_qkv},
     output="out_proj",
     arguments=read_arguments,

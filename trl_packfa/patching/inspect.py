@@ -274,7 +274,7 @@ def _find_rewritten(backbone: nn.Module, patch: AttentionPatch) -> dict[str, nn.
     layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
     if len(attention) != layers:
         raise UnsupportedModel(
-            f"{type(backbone).__name__} has {layers} layers, but {len(attention)} attention modules of class "
+            f"{patch.backbone} has {layers} layers, but {len(attention)} attention modules of class "
             f"{' or '.join(patch.attention)}.",
             do="This architecture differs from the one that the patch was written for; please report it.",
         )
