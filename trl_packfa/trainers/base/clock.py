@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 class TrainingClock(TrainerCallback):
     """A callback that adds up seconds, and other counts that only grow, while a run trains.
 
-    `whole` are those of the run that [`~TrainingClock.take`] has taken.
+    `whole` is the sum over the run of what [`~TrainingClock.take`] has returned.
     """
 
     # Counts when the current part of training began; those of the parts before it that were not taken yet.

@@ -1,7 +1,4 @@
-"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, with its loss.
-
-Shape letters: B rows of a batch.
-"""
+"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, with the padded run's loss."""
 
 from __future__ import annotations
 
