@@ -298,14 +298,15 @@ def test_an_adapter_unless_told_otherwise(kind, tmp_path):
     assert any("score" in name and "lora" not in name for name in trained) == (kind == "reward")
 
 
-def test_pairs_are_dealt_level_and_whole(monkeypatch):
-    """Two ranks: every pair once, weights as of the padded run, nothing above the budget."""
+@pytest.mark.parametrize("looks_for_size", [False, True])
+def test_pairs_are_dealt_level_and_whole(looks_for_size):
+    """Two ranks: every pair once, nothing above the budget; with pads where the run looks for the size that fits."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 60, (24, 2))
     rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
     columns = (("a",), ("b",))
     options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None,
-               "data_parallel_rank": 0, "data_parallel_size": 2}  # fmt: skip
+               "data_parallel_rank": 0, "data_parallel_size": 2, "auto_find_batch_size": looks_for_size}  # fmt: skip
     trainer = SimpleNamespace(args=SimpleNamespace(**options), train_dataset=Dataset.from_list(rows),
                               model=tiny.model(layers=1))  # fmt: skip
     cutter = PairPlan(trainer, rows=columns)
@@ -313,8 +314,10 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     groups = np.repeat([0, 2, 4, 1, 3, 5], [4, 4, 4, 4, 4, 4])
     dealt = cutter._deal(lengths, groups)
     assert sorted(i for parts in dealt for part in parts for i in part) == list(range(24))
-    assert len(dealt[0]) == len(dealt[1]) < 3
-    assert all(cutting._footprint(lengths[part]) <= cutter.budget for parts in dealt for part in parts)
+    assert len(dealt[0]) == len(dealt[1]) <= 3 and (looks_for_size or len(dealt[0]) < 3)
+    padded = [lengths[part].size * lengths[part].max() for parts in dealt for part in parts]
+    assert (max(padded) <= cutter.budget) == looks_for_size, "otherwise pads count as an eighth"
+    assert all(cutter._footprint(lengths[part]) <= cutter.budget for parts in dealt for part in parts)
     costs = [[lengths[part].sum() for part in parts] for parts in dealt]
     assert max(map(sum, costs)) <= 1.1 * min(map(sum, costs))
 

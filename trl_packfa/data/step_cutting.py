@@ -60,32 +60,40 @@ class CutStep(NamedTuple):
 
 
 class TokenBudget:
-    """The budget of micro-batches of documents: `max_tokens_per_microbatch`, or the padded run's largest micro-batch.
+    """The token budget of micro-batches: `max_tokens_per_microbatch`, or the size of the padded run's largest one.
 
     The padded run's largest one fitted in its memory. `cut` says how steps may be cut, and `why` is the reason of a
-    restriction; see [`how_to_cut`]. `lengths` are the documents', `longest` the tokens of the one that `which` names.
+    restriction; see [`how_to_cut`]. `lengths` are the tokens of the examples, `longest` those of the one that `which`
+    names, and `widest` those of an example with its pads.
 
     Raises:
-        [`InvalidConfig`]: if a document, or a padded micro-batch that must stay together, is longer than the budget.
+        [`InvalidConfig`]: if an example, or a padded micro-batch that must stay together, is longer than the budget.
     """
 
-    columns = ("input_ids", "labels")
+    columns: Sequence[str] = ("input_ids", "labels")
     budget = 0  # until the batch size is known
 
-    def __init__(self, trainer: Any, *, cut: str, why: str, lengths: np.ndarray, longest: int, which: str) -> None:
+    def __init__(
+        self,
+        args: CommonConfig,
+        lengths: np.ndarray,
+        *,
+        longest: int,
+        which: str,
+        widest: int,
+        cut: str,
+        why: str = "",
+    ) -> None:
         if cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
             logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
-        self.how, self.asked = cut, trainer.args.max_tokens_per_microbatch
-        self.quadratic = quadratic_weight(trainer.model)
-        if self.asked is not None:
-            require_budget(trainer.args, lengths, longest, which, cut=cut)
-        self._largest = int(lengths.max())
-        self.use_batch_size(trainer.args.per_device_train_batch_size)
+        self.how, self.asked, self._widest = cut, args.max_tokens_per_microbatch, widest
+        require_budget(args, lengths, longest, which, cut=cut)
+        self.use_batch_size(args.per_device_train_batch_size)
 
     def use_batch_size(self, size: int) -> None:
         """Let the default budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
-        self.batch_size, self.budget = size, self.asked or size * self._largest
+        self.batch_size, self.budget = size, self.asked or size * self._widest
 
     @property
     def free_budget(self) -> int | None:
@@ -108,10 +116,10 @@ class StepPlan(TokenBudget, Plan):
         # For origins: all tokens of each row, those of a prefix that it holds several times included.
         self.sizes = read_sizes(dataset, self.lengths) if self.tells_origins else self.lengths
         self._rows = dataset
-        longest = int(self.lengths.argmax())
-        of_row = int(self.lengths[longest]), f"document {longest}, which has {self.lengths[longest]} tokens"
-        tokens, which = longest_document(dataset) or of_row
-        super().__init__(trainer, cut=cut, why=why, lengths=self.lengths, longest=tokens, which=which)
+        self.quadratic = quadratic_weight(trainer.model)
+        row, widest = int(self.lengths.argmax()), int(self.lengths.max())
+        longest, which = longest_document(dataset) or (widest, f"document {row}, which has {widest} tokens")
+        super().__init__(args, self.lengths, longest=longest, which=which, widest=widest, cut=cut, why=why)
 
     def use_batch_size(self, size: int) -> None:
         """Let budget and padded micro-batches follow the batch size of the padded run."""
@@ -165,11 +173,13 @@ class StreamCutter(TokenBudget):
     """
 
     def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
-        self.args, self.accelerator = trainer.args, trainer.accelerator
-        longest: int = self.args.max_length or self.args.max_tokens_per_microbatch  # one is required of a stream
+        args = trainer.args
+        self.accelerator, self.world_size = trainer.accelerator, args.data_parallel_size
+        self.quadratic = quadratic_weight(trainer.model)
+        longest: int = args.max_length or args.max_tokens_per_microbatch  # one is required of a stream
         which = f"a document of a stream, which may have {longest} tokens"
-        lengths = np.full(self.args.per_device_train_batch_size, longest)
-        super().__init__(trainer, cut=cut, why=why, lengths=lengths, longest=longest, which=which)
+        lengths = np.full(args.per_device_train_batch_size, longest)
+        super().__init__(args, lengths, longest=longest, which=which, widest=longest, cut=cut, why=why)
 
     def loading(self, collate: Any) -> Any:
         """Return the loader's collator: examples are collated once their step is cut."""
@@ -188,7 +198,7 @@ class StreamCutter(TokenBudget):
         dealt = deal(lengths, groups, cut=self.how, budget=self.budget, world_size=1, quadratic=self.quadratic)
         own = dealt[0]
         count, costs = len(own), [float(document_cost(lengths, self.quadratic).sum())]
-        if self.args.data_parallel_size > 1:
+        if self.world_size > 1:
             found = gather_object([(count, costs[0])])
             count, costs = max(n for n, _ in found), [cost for _, cost in found]
         # A rank with fewer micro-batches than the others runs an untrained one first, for their collectives.
@@ -201,8 +211,7 @@ class StreamCutter(TokenBudget):
             for part, of in zip(own, origins, strict=True)
         ]
         balance = max(costs) * len(costs) / sum(costs)
-        parts = [StepPart(number, len(batches), count, imbalance=balance) for number in range(len(batches))]
-        return batches_of_step(made, parts, columns=self.columns)
+        return batches_of_step(made, len(batches), imbalance=balance, columns=self.columns)
 
 
 def packed_batch(
@@ -261,13 +270,14 @@ def keep_padded(args: CommonConfig, why: str) -> None:
 
 
 def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which: str, *, cut: str) -> None:
-    """Require that the user's token budget holds the longest document, and padded micro-batches that stay together."""
+    """Require that a budget of the user holds the longest example, and padded micro-batches that stay together."""
     budget, batch_size = args.max_tokens_per_microbatch, args.per_device_train_batch_size
-    assert budget is not None, "asked for a budget"
+    if budget is None:
+        return
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}.",
-            why=["a document is never cut into several micro-batches"],
+            why=["an example is never cut into several micro-batches"],
             do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
         )
     largest = int(np.sort(lengths)[-batch_size:].sum())  # whichever examples share a padded micro-batch

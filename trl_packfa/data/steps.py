@@ -81,9 +81,10 @@ class StepPart:
 
 
 def batches_of_step(
-    micro_batches: Sequence[CountedBatch], parts: Sequence[StepPart], *, columns: Sequence[str]
+    micro_batches: Sequence[CountedBatch], batches: int, *, imbalance: float, columns: Sequence[str]
 ) -> list[CountedBatch]:
-    """Make the Trainer's batches of a step, one for each of its parts; see [`~StepPart.holding`]."""
+    """Make so many of the Trainer's batches of the micro-batches of a step; see [`~StepPart.holding`]."""
+    parts = [StepPart(number, batches, len(micro_batches), imbalance=imbalance) for number in range(batches)]
     return [part.holding([micro_batches[i] for i in part.held], columns=columns) for part in parts]
 
 

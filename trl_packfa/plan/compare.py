@@ -71,7 +71,7 @@ def _outcome(
         *tokens, max_length=args.max_length, policy=policy, as_padded=not strategy.fills_rows
     )
     lengths = spans.stop - spans.start
-    if strategy.recuts_steps and args.max_tokens_per_microbatch is not None:
+    if strategy.recuts_steps:
         longest = int(lengths.argmax())
         which = f"document {int(spans.document[longest])}"
         require_budget(args, lengths, int(lengths[longest]), which, cut=options["cut"])

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Dataset
 
+from ...data.batching import FREE
 from ...data.collating import CountedBatch, counted
 from ...data.dataset import read_lengths
 from ...data.flops import quadratic_weight
 from ...data.image_examples import OwnCutter, Processed
 from ...data.image_rows import Example
+from ...data.step_cutting import TokenBudget
 from ...data.steps import Place, Plan, StepPart, batches_of_step, read_rows
-from ...errors import InvalidConfig, InvalidDataset
+from ...errors import InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
@@ -79,29 +81,29 @@ class CutPairs(NamedTuple):
         return cls(parts, imbalance)
 
 
-class PairPlan(Plan):
-    """A plan of steps whose micro-batches of pairs have about equal cost, the same number of them on every rank.
+class PairPlan(TokenBudget, Plan):
+    """A plan of steps whose micro-batches of pairs have about equal cost, the same number of them on every rank."""
 
-    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch. A
-    pair that is longer than the user's budget is refused.
-    """
+    columns = ("input_ids",)
 
     def __init__(self, trainer: Any, *, rows: Rows) -> None:
         args = trainer.args
         self.rank, self.world_size = args.data_parallel_rank, args.data_parallel_size
         self.multiple: int = args.pad_to_multiple_of or 1
+        self.pad = 1 if args.auto_find_batch_size else _PAD  # a run that looks for what fits takes no estimate
         self.lengths, _ = row_lengths(trainer.train_dataset, rows)  # `(P, R)`, of all pairs
-        self.asked: int | None = args.max_tokens_per_microbatch
-        _require_budget(self.asked, self.lengths.sum(axis=1))
-        self._largest = len(rows) * int(self.lengths.max())
-        self.use_batch_size(args.per_device_train_batch_size)
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(trainer.model) / len(rows)
+        tokens = self.lengths.sum(axis=1)
+        longest, widest = int(tokens.max()), len(rows) * int(self.lengths.max())
+        which = f"example {tokens.argmax()}, whose rows have {longest} tokens"
+        super().__init__(args, tokens, longest=longest, which=which, widest=widest, cut=FREE)
 
     def use_batch_size(self, size: int) -> None:
         """Let the default budget and padded micro-batches follow the batch size of the padded run."""
-        self.batch_size, self.budget, self._last = size, self.asked or size * self._largest, None
+        super().use_batch_size(size)
+        self._last = None
 
     def cut(self, rows: np.ndarray) -> CutPairs:
         """Cut a step of these rows, of all ranks."""
@@ -146,28 +148,16 @@ class PairPlan(Plan):
         as_padded += [[]] * (rounds * world_size - len(as_padded))
         while True:
             dealt = recut_over_ranks(tokens, budget=budget, world_size=world_size, quadratic=self.quadratic)
-            fits = all(_footprint(lengths[part]) <= self.budget for parts in dealt for part in parts if part)
+            fits = all(self._footprint(lengths[part]) <= self.budget for parts in dealt for part in parts if part)
             if self.asked is None and len(dealt[0]) > rounds:
                 return [as_padded[rank::world_size] for rank in range(world_size)]
             if fits or budget == tokens.max():
                 return dealt
             budget = max(int(budget * _LESS), int(tokens.max()))
 
-
-def _footprint(lengths: np.ndarray) -> float:
-    """Return the memory of a micro-batch of rows `(P, R)`, in tokens. Its padding comes back before the LM head."""
-    return float(lengths.sum() + _PAD * (lengths.max() * lengths.size - lengths.sum()))
-
-
-def _require_budget(budget: int | None, tokens: np.ndarray) -> None:
-    longest = int(tokens.argmax())
-    if budget is not None and tokens[longest] > budget:
-        raise InvalidConfig(
-            f"max_tokens_per_microbatch={budget} is smaller than example {longest}, whose rows have "
-            f"{tokens[longest]} tokens.",
-            why=["a pair is never split, because its loss needs both answers"],
-            do=f"Raise it to {tokens[longest]} or more, or lower max_length.",
-        )
+    def _footprint(self, lengths: np.ndarray) -> float:
+        """Return the memory of a micro-batch of rows `(P, R)`, in tokens. Padding comes back before the LM head."""
+        return float(lengths.sum() + self.pad * (lengths.max() * lengths.size - lengths.sum()))
 
 
 class ImagePairCutter(OwnCutter):
@@ -184,8 +174,7 @@ class ImagePairCutter(OwnCutter):
             imbalance=own.imbalance,
         )
         made = [counted(collate([own.examples[i] for i in part.numbers]), origins=part) for part in cut.parts]
-        steps = [StepPart(number, len(batches), own.count, imbalance=cut.imbalance) for number in range(len(batches))]
-        return batches_of_step(made, steps, columns=("input_ids",))
+        return batches_of_step(made, len(batches), imbalance=cut.imbalance, columns=("input_ids",))
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

@@ -27,7 +27,7 @@ from ...data.collating import CountedBatch, counted
 from ...data.image_examples import OwnCutter, Processed, why_images_stay
 from ...data.image_rows import Example
 from ...data.step_cutting import how_to_cut, keep_padded
-from ...data.steps import StepPart, batches_of_step
+from ...data.steps import batches_of_step
 from ...exactness import quiet
 from ...exactness.compare import relative_difference
 from ...exactness.rounding import last_places_off
@@ -146,8 +146,7 @@ class ImageCutter(OwnCutter):
             for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
                 micro_batch[ROW_WEIGHTS] = of_rows
         made = [counted(batch) for batch in micro_batches]
-        parts = [StepPart(number, len(batches), cut.count, imbalance=cut.imbalance) for number in range(len(batches))]
-        return batches_of_step(made, parts, columns=("input_ids", "labels"))
+        return batches_of_step(made, len(batches), imbalance=cut.imbalance, columns=("input_ids", "labels"))
 
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
