@@ -25,7 +25,7 @@ from trl_packfa.parallel.ranks import RowGroups, refuse_short_rows, share_rows
 from trl_packfa.parallel.trainer import ShardedRowsTrainer
 from trl_packfa.trainers.requirements.built import PATCHED
 from trl_packfa.trainers.requirements.training import Training
-from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
+from trl_packfa.trainers.sft.memory import estimate, shape_of, shared_by
 
 
 @pytest.fixture
@@ -200,6 +200,7 @@ def test_results_of_a_group_are_taken_once(ends, expected):
 
 
 def test_memory_of_activations_is_divided(tmp_path):
-    shape, args = shape_as_loaded(tiny.model(layers=2)), arguments(out=tmp_path)
+    args = arguments(out=tmp_path)
+    shape = shape_of(tiny.model(layers=2), args)
     whole, half = (estimate(shape, shared_by(args, size), 1001) for size in (1, 2))
     assert half.activations == whole.activations * 501 / 1001 and half.weights == whole.weights

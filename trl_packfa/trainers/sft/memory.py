@@ -1,4 +1,4 @@
-"""Estimate of the memory that one GPU needs for training, from the model's shape, and advice on what would fit.
+"""Estimate of the memory that one GPU needs for training, from the model's shape.
 
 CUDA's own context (about half a gigabyte), fragmentation, and sharding by DeepSpeed or FSDP are left out.
 """
@@ -10,20 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
-from datasets import IterableDataset
 from peft import get_peft_model
 from trl import get_peft_config
 
 from ...config.sft import PackedSFTConfig
-from ...data.batching import FREE, Batching
-from ...data.dataset import read_lengths
+from ...data.batching import FREE
 from ...data.flops import attention_heads, experts_of_token, quadratic_weight
 from ...data.step_cutting import how_to_cut
 from ...errors import figure
-from ...kernels.liger import liger_kernels
 from ...kernels.lm_head.chunked import positions_per_chunk
-from ...patching.inspect import inner_model
 from ...patching.router_loss import balances_experts
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
@@ -175,59 +170,6 @@ def _state(optimizer: str) -> tuple[float, int | None]:
     return (kept[0], 1) if "8bit" in name else kept
 
 
-logger = get_logger(__name__)
-
-# Frozen weights of fewer bytes are not mentioned.
-_FEW_BYTES = 100e6
-
-
-@figure("advice on memory")
-def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str = FREE) -> None:
-    """Log what a run on these cut documents could save. `cut` is how `step` may cut."""
-    if (line := frozen_in_float32(model, args)) is not None:
-        logger.info("trl-packfa: %s", line)
-    has = memory_of(args.device)
-    if has is None or dataset is None or isinstance(dataset, IterableDataset):
-        return
-    tokens = Batching.of(args, cut=cut).micro_batch_tokens(read_lengths(dataset))
-    if (line := checkpointing_can_be_off(model, args, tokens, has)) is not None:
-        logger.info("trl-packfa: %s", line)
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Return the memory of a GPU in bytes, or `None` for other devices."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
-    """Describe the cost of frozen float32 weights under `bf16`; return `None` if there are few or none."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
-    size = sum(p.numel() * p.element_size() for p in frozen)
-    if not args.bf16 or size < _FEW_BYTES:
-        return None
-    return (
-        f"the frozen weights are float32 (TRL's default), {size / 1e9:.1f} GB that every pass casts to bfloat16: "
-        f"dtype='bfloat16' saves the casts and {size / 2e9:.1f} GB."
-    )
-
-
-@figure("estimate of memory")
-def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
-    """Say that `has` bytes suffice without activation checkpointing; `None` if not, or if that is not known."""
-    shared = bool(args.deepspeed) or bool(args.fsdp)
-    if not args.gradient_checkpointing or shared:
-        return None
-    shape = shape_as_loaded(model)
-    fused_norms = args.fused_kernels and liger_kernels() is not None
-    memory = estimate(shape, without_checkpointing(args), tokens, fused_norms=fused_norms)
-    if memory.needed > has:
-        return None
-    return (
-        f"gradient checkpointing can be off: est. {memory.needed / 1e9:.1f} GB of {has / 1e9:.1f} GB at "
-        f"{tokens:,} tokens. gradient_checkpointing=False computes {operations(bool(shape.lora_rank))}."
-    )
-
-
 def operations(frozen: bool) -> str:
     """Describe the operations that training saves without activation checkpointing, which repeats the forward."""
     return "4 operations a weight and token instead of 6" if frozen else "6 operations a weight and token instead of 8"
@@ -282,29 +224,6 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape | None:
         dtype_bytes=4 if "32" in str(dtype) else 2,
         cut=how_to_cut(args, balances_experts=balances_experts(text, args.router_aux_loss_coef))[0],
         **widths,
-    )
-
-
-def shape_as_loaded(model: Any) -> ModelShape:
-    """Measure a loaded causal LM as it is; `parameters` is the bytes of its frozen weights over `dtype_bytes`."""
-    inner, head = inner_model(model), inner_model(model).get_output_embeddings()
-    of_head = set() if head is None else set(head.modules())  # PEFT's wrapper holds two, if the head is trained
-    size = model.get_input_embeddings().weight.element_size()
-    linear = [
-        module.in_features * module.out_features
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module not in of_head
-    ]
-    adapted = next((c.r for c in getattr(model, "peft_config", {}).values() if getattr(c, "r", 0)), 0)
-    kept = [p for p in model.parameters() if not (adapted and p.requires_grad)]
-    return ModelShape(
-        parameters=sum(p.numel() * p.element_size() for p in kept) // size,
-        quantizable=0,
-        largest=max(linear, default=0),
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        lora_rank=adapted,
-        dtype_bytes=size,
-        **_widths(model, inner.config.get_text_config(), head),
     )
 
 

@@ -70,7 +70,6 @@ from .exactness_gate import ExactnessGate
 from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
-from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
 from .run_callback import RunCallback
 from .throughput import LossWatch, SpeedMeter, memory_advice
@@ -194,9 +193,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=self._head.scores_own_logits)
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
         require(PATCHED, self._as_built)
-        cut = self._choose_cut()
-        self.packing_plan = self._plan(cut)
-        tell_what_fits(model, args, self.train_dataset, cut=cut)
+        self.packing_plan = self._plan(self._choose_cut())
         logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
 
     @property
