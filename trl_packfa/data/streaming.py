@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -232,24 +232,16 @@ def _raise(error: Exception) -> Document:
     raise error
 
 
-class _Marked(TorchIterableDataset):
-    """The micro-batches of a stream, each after the number of the loader's worker and of passes that have ended."""
+class _Collated(TorchIterableDataset):
+    """Collated micro-batches of a stream, each after the number of the loader's worker and of passes that are over."""
 
-    def __init__(self, stream: PackedStream) -> None:
-        self.stream = stream
+    def __init__(self, stream: PackedStream, collator: Callable[[MicroBatch], Any]) -> None:
+        self.stream, self.collator = stream, collator
 
-    def __iter__(self) -> Iterator[tuple[int, int, MicroBatch]]:
+    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
         info = get_worker_info()
         for documents in self.stream:
-            yield 0 if info is None else info.id, self.stream.passes, documents
-
-
-@dataclass
-class _MarkedCollator:
-    collator: Callable[[MicroBatch], Any]
-
-    def __call__(self, marked: tuple[int, int, MicroBatch]) -> tuple[int, int, Any]:
-        return *marked[:2], self.collator(marked[2])
+            yield 0 if info is None else info.id, self.stream.passes, self.collator(documents)
 
 
 class StreamBatches(TorchIterableDataset):
@@ -260,12 +252,10 @@ class StreamBatches(TorchIterableDataset):
 
     def __init__(self, stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> None:
         self.stream = stream
-        # The stream already yields micro-batches.
         options = loader_options(args)
         # With a generator of its own, so that random numbers are drawn as often as by one loader.
         options["generator"] = torch.Generator().manual_seed(args.seed)
-        marked: Any = _MarkedCollator(collator)  # torch declares lists of examples
-        self.loader = DataLoader(_Marked(stream), batch_size=None, collate_fn=marked, **options)
+        self.loader = DataLoader(_Collated(stream, collator), batch_size=None, collate_fn=as_it_is, **options)
         self._readers = max(min(args.dataloader_num_workers, stream.source.num_shards), 1)
         self._by_reader: dict[int, int] = {}
         self._running: Iterator[Any] | None = None
