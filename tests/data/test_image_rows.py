@@ -133,7 +133,7 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
     assert all(isinstance(one, Processed) for one in batch)
-    (whole,) = ImageCutter.cut(cutter, [batch], collate)
+    (whole,) = ImageCutter.batches(cutter, [batch], collate)
     idle, *trained = micro_batches_of(whole)
     assert whole.step.count == 3 and len(trained) == 2 and (idle["labels"] == -100).all()
     assert count_true_tokens(whole) == sum(one.tokens for one in batch) and whole.step.imbalance > 1

@@ -73,7 +73,7 @@ def test_controls_differ(tmp_path, monkeypatch):
         mix_images_up(patched)
         assert differing(expected, train(build(tmp_path)), times=CONTROL)
     expected = train(build(tmp_path, "qwen3_vl", padded=True))
-    monkeypatch.setattr(weights, lambda trained, padded, parts, count: [torch.ones(len(part)) for part in parts])
+    monkeypatch.setattr(weights, lambda trained, padded, parts: [torch.ones(len(part)) for part in parts])
     assert differing(expected, train(build(tmp_path, "qwen3_vl")), times=CONTROL)
 
 
@@ -117,7 +117,7 @@ def test_a_tower_that_mixes_images_is_found_before_the_first_update(tmp_path, ca
 @pytest.mark.parametrize("budget", [90, 30])
 def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     """The last example alone is larger than the smaller budget, so it is a micro-batch of its own."""
-    data, cut, sizes = vision.uneven(12), ImageCutter.cut, []
+    data, cut, sizes = vision.uneven(12), ImageCutter.batches, []
 
     def record(self, batches, collate):
         made = cut(self, batches, collate)
@@ -129,7 +129,7 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))
     trainer = build(tmp_path, data=data, max_steps=1, max_tokens_per_microbatch=budget)
-    trainer._cutter.cut = record.__get__(trainer._cutter)
+    trainer._cutter.batches = record.__get__(trainer._cutter)
     assert not differing(expected, train(trainer))
     assert all(size <= budget or rows == 1 for size, rows in sizes)
     assert max(sizes)[0] > budget if budget == 30 else len(sizes) > 3

@@ -120,8 +120,8 @@ def test_negative_control_such_a_loss_cut_all_the_same_is_refused(tmp_path, monk
 def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkeypatch):
     options = {"max_steps": 3, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 3}
     expected, _ = run(build, "reward", tmp_path, **options)
-    part = cutting.PairPart
-    monkeypatch.setattr(cutting, "PairPart", lambda *rows, **_: part(*rows[:2], 1.0))
+    weight = cutting.PairWeight
+    monkeypatch.setattr(cutting, "PairWeight", lambda widths, _: weight(widths, 1.0))
     logs, _ = run(build_packed, "reward", tmp_path, **options)
     assert beyond(expected, logs, times=CONTROL)
 

@@ -21,11 +21,12 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from ..comparison import Comparison
-from ..packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
+from ..packing import PackingReport, document_cost, fewest_micro_batches, recut
 from ..patching.inspect import inner_model, text_decoder
-from .collating import CountingCollator
+from .collating import CountedBatch, CountingCollator
 from .flops import quadratic_weight
 from .image_rows import Example, NamingCollator, rejected
+from .steps import Part, ReadCutter
 
 logger = get_logger(__name__)
 
@@ -244,24 +245,25 @@ class RankStep(NamedTuple):
         return sum(fewest_micro_batches(sizes, budget) for sizes in self.sizes)
 
 
-class OwnCut(NamedTuple):
+class OwnStep(NamedTuple):
     """A step as this rank runs it."""
 
     examples: list[Processed]
     padded: np.ndarray  # the number of each example's padded micro-batch
-    parts: list[list[int]]  # the examples of each micro-batch
-    count: int  # micro-batches that every rank runs; those beyond `parts` are untrained
-    shortest: int  # the example that an untrained micro-batch runs
-    ranks: list[RankStep]  # the step of every rank, in numbers
-    budget: int  # tokens of a micro-batch
+    parts: list[list[int]]  # the examples of each micro-batch, none of idle ones
+    imbalance: float
 
     @property
-    def imbalance(self) -> float:
-        """Cost of the slowest rank over the mean of all ranks."""
-        return imbalance([[[rank]] for rank in range(len(self.ranks))], np.array([rank.cost for rank in self.ranks]))
+    def shortest(self) -> int:
+        """The example that a micro-batch without one runs, untrained."""
+        return int(np.argmin([example.tokens for example in self.examples]))
+
+    def part(self, numbers: list[int], facts: Any) -> Part:
+        """Return a micro-batch of these examples."""
+        return Part([self.examples[i] for i in numbers or [self.shortest]], facts, is_idle=not numbers)
 
 
-class OwnCutter:
+class OwnCutter(ReadCutter):
     """A cutter of steps with images, in which each rank cuts its own examples, of `rows` rows.
 
     The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its
@@ -275,6 +277,7 @@ class OwnCutter:
         self.rows, self.pad_token_id = rows, trainer._tokenizer.pad_token_id
         self.seen = np.zeros(4, dtype=np.int64)  # examples, tokens, trained and image tokens of all ranks so far
         self._collator: CountingCollator | None = None
+        self.budget = 0  # of the last step
 
     @property
     def reports(self) -> dict[str, PackingReport]:
@@ -288,12 +291,12 @@ class OwnCutter:
         """Return the loader's collator, which processes each example alone; `collate` is TRL's in its wrapper."""
         return OneByOne(collate.collator, self.weights)
 
-    def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
-        """Return the collator of processed examples; `collate` is TRL's, with the processor."""
+    def collated(self, part: Part, collate: Callable[[list[Example]], Any]) -> CountedBatch:
+        """Collate a micro-batch of processed examples; `collate` is TRL's, with the processor."""
         self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
-        return self._collator
+        return super().collated(part._replace(is_idle=False), self._collator)  # each trainer has its own idle ones
 
-    def cut_own(self, batches: Sequence[list[Processed]], *, by_size: bool = False) -> OwnCut:
+    def cut_own(self, batches: Sequence[list[Processed]], *, by_size: bool = False) -> OwnStep:
         """Cut the processed examples of a step, given by padded micro-batch.
 
         With `by_size`, only examples of padded micro-batches with equally many may share a micro-batch.
@@ -333,7 +336,9 @@ class OwnCutter:
         # The last micro-batch of a step reduces gradients over ranks. DDP leaves out a vision tower that no rank runs
         # then, so micro-batches with images come last.
         parts.sort(key=lambda part: (bool(patches[part].any()), -cost[part].sum()))
-        return OwnCut(examples, padded, parts, count, int(tokens.argmin()), ranks, budget)
+        self.budget = budget
+        costs = np.array([rank.cost for rank in ranks])
+        return OwnStep(examples, padded, [[]] * (count - len(parts)) + parts, float(costs.max() / costs.mean()))
 
 
 def why_images_stay(model: nn.Module, neftune_noise_alpha: float | None) -> str:

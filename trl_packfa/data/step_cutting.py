@@ -6,9 +6,9 @@ read, so each rank cuts its own documents ([`StreamCutter`]).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -16,15 +16,12 @@ from accelerate.utils import gather_object
 
 from ..config.common import CommonConfig
 from ..errors import InvalidConfig
-from ..layout import PackedLayout
 from ..packing import document_cost, imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
-from .collating import CountedBatch, counted
-from .collator import LOSSES
 from .dataset import count_computed, count_parts, longest_document, read_lengths, read_sizes, split_example
 from .flops import quadratic_weight
 from .origins import Origins, origins_of_steps
-from .steps import Place, Plan, StepPart, batches_of_step, micro_batches_of, read_rows
+from .steps import CutStep, Part, Plan, ReadCutter, micro_batches_of, read_rows
 
 logger = get_logger(__name__)
 
@@ -43,22 +40,6 @@ def _count_true_tokens(inputs: Mapping[str, Any]) -> int:
     return inputs["input_ids"].numel() if mask is None else int(mask.sum())
 
 
-class Piece(NamedTuple):
-    """An example of a micro-batch: a row of the dataset, and which part of it, if it is split."""
-
-    row: int
-    part: int = 0
-
-
-class CutStep(NamedTuple):
-    """This rank's micro-batches of a step."""
-
-    micro_batches: list[list[Piece]]
-    origins: Sequence[Origins | None]  # of each, if a term of the loss needs them
-    idle: list[Piece]  # run untrained where a rank has fewer micro-batches than the others, for their collectives
-    imbalance: float
-
-
 class TokenBudget:
     """The token budget of micro-batches: `max_tokens_per_microbatch`, or the size of the padded run's largest one.
 
@@ -70,7 +51,6 @@ class TokenBudget:
         [`InvalidConfig`]: if an example, or a padded micro-batch that must stay together, is longer than the budget.
     """
 
-    columns: Sequence[str] = ("input_ids", "labels")
     budget = 0  # until the batch size is known
 
     def __init__(
@@ -149,24 +129,19 @@ class StepPlan(TokenBudget, Plan):
         origins = (
             origins_of_steps(dealt, sizes, groups, rank=self.rank) if self.tells_origins else [None] * len(dealt[0])
         )
-        pieces = [[Piece(row, number) for row, number in zip(rows[part].tolist(), numbers[part].tolist(), strict=True)]
-                  for part in [*dealt[self.rank], [int(lengths.argmin())]]]  # fmt: skip
-        return CutStep(pieces[:-1], origins, pieces[-1], imbalance(dealt, lengths, self.quadratic))
+        pieces = np.stack([rows, numbers], axis=1)  # a row of the dataset, and which part of it
+        shortest = pieces[[lengths.argmin()]].tolist()
+        parts = [Part(pieces[part].tolist() if part else shortest, of, is_idle=not part)
+                 for part, of in zip(dealt[self.rank], origins, strict=True)]  # fmt: skip
+        return CutStep(parts, imbalance(dealt, lengths, self.quadratic))
 
-    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Read and collate the micro-batches of a batch."""
-        cut = self.cut_once(place.rows)
-        step = StepPart(place.number, place.batches, len(cut.micro_batches), imbalance=cut.imbalance)
-        made = []
-        for i in step.held:
-            pieces = cut.micro_batches[i] or cut.idle
-            whole = read_rows(dataset, [piece.row for piece in pieces])
-            examples = [split_example(one, self.budget)[piece.part] for one, piece in zip(whole, pieces, strict=True)]
-            made.append(packed_batch(collator, examples, cut.origins[i], is_idle=not cut.micro_batches[i]))
-        return step.holding(made, columns=self.columns)
+    def read(self, dataset: Any, rows: Sequence[Any]) -> list[Any]:
+        """Read the examples of a micro-batch; of a row that is split, one part."""
+        whole = read_rows(dataset, [row for row, _ in rows])
+        return [split_example(one, self.budget)[part] for one, (_, part) in zip(whole, rows, strict=True)]
 
 
-class StreamCutter(TokenBudget):
+class StreamCutter(TokenBudget, ReadCutter):
     """A cutter of a stream's steps, in which each rank cuts its own documents, once they are read.
 
     Only the number of micro-batches and their cost are gathered over ranks. A document may have `max_length` tokens.
@@ -185,51 +160,27 @@ class StreamCutter(TokenBudget):
         """Return the loader's collator: examples are collated once their step is cut."""
         return list
 
-    def cut(
-        self, batches: Sequence[list[dict[str, Any]]], collate: Callable[[list[Any]], dict[str, Any]]
-    ) -> list[CountedBatch]:
-        """Cut a step, given by padded micro-batch, into as many batches."""
-        parts = [
+    def cut(self, batches: Sequence[list[dict[str, Any]]]) -> CutStep:
+        """Cut a step, given by padded micro-batch."""
+        found = [
             (i, part) for i, batch in enumerate(batches) for one in batch for part in split_example(one, self.budget)
         ]
-        groups, examples = np.array([i for i, _ in parts]), [part for _, part in parts]
+        groups, examples = np.array([i for i, _ in found]), [part for _, part in found]
         lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
         dealt = deal(lengths, groups, cut=self.how, budget=self.budget, world_size=1, quadratic=self.quadratic)
         own = dealt[0]
         count, costs = len(own), [float(document_cost(lengths, self.quadratic).sum())]
         if self.world_size > 1:
-            found = gather_object([(count, costs[0])])
-            count, costs = max(n for n, _ in found), [cost for _, cost in found]
+            ranks = gather_object([(count, costs[0])])
+            count, costs = max(n for n, _ in ranks), [cost for _, cost in ranks]
         # A rank with fewer micro-batches than the others runs an untrained one first, for their collectives.
-        idle = [examples[int(lengths.argmin())]]
+        idle = Part([examples[int(lengths.argmin())]], Origins.none(), is_idle=True)
         origins = origins_of_steps(dealt, sizes, groups, rank=0)
         share = count / len(own) * origins[0].share
-        made = [packed_batch(collate, idle, Origins.none(), is_idle=True) for _ in range(count - len(own))]
-        made += [
-            packed_batch(collate, [examples[i] for i in part], replace(of, share=share))
-            for part, of in zip(own, origins, strict=True)
-        ]
-        balance = max(costs) * len(costs) / sum(costs)
-        return batches_of_step(made, len(batches), imbalance=balance, columns=self.columns)
-
-
-def packed_batch(
-    collate: Callable[[list[Any]], dict[str, Any]],
-    examples: Sequence[dict[str, Any]],
-    origins: Origins | None,
-    *,
-    is_idle: bool = False,
-) -> CountedBatch:
-    """Collate a micro-batch of a step. An idle one trains no token, and all its tokens count as padding."""
-    if is_idle:  # what was lost of an example is counted where it trains
-        examples = [{name: value for name, value in example.items() if name != LOSSES}
-                    | {"labels": [-100] * len(example["input_ids"])} for example in examples]  # fmt: skip
-    made = counted(collate(list(examples)), origins=origins)
-    layout: PackedLayout | None = made.get("packed_layout")
-    if layout is not None and is_idle:
-        made["packed_layout"] = replace(layout, padding=layout.num_tokens)
-    return made
+        parts = [Part([examples[i] for i in part], replace(of, share=share))
+                 for part, of in zip(own, origins, strict=True)]  # fmt: skip
+        return CutStep([idle] * (count - len(own)) + parts, max(costs) * len(costs) / sum(costs))
 
 
 def how_to_cut(

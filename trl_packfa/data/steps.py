@@ -29,7 +29,8 @@ from transformers.trainer_utils import seed_worker
 from ..config.common import CommonConfig
 from ..errors import InvalidConfig
 from ..override import set_inside
-from .collating import CountedBatch
+from .collating import CountedBatch, counted
+from .collator import LOSSES
 
 # transformers' sampler of batches, in a tuple for `isinstance`; 5.16 does not have it.
 REBALANCES = tuple(filter(None, [getattr(trainer_pt_utils, "BatchRebalanceSampler", None)]))
@@ -78,14 +79,6 @@ class StepPart:
         *before, last = micro_batches
         last.step = replace(self, before=tuple(before))
         return last
-
-
-def batches_of_step(
-    micro_batches: Sequence[CountedBatch], batches: int, *, imbalance: float, columns: Sequence[str]
-) -> list[CountedBatch]:
-    """Make so many of the Trainer's batches of the micro-batches of a step; see [`~StepPart.holding`]."""
-    parts = [StepPart(number, batches, len(micro_batches), imbalance=imbalance) for number in range(batches)]
-    return [part.holding([micro_batches[i] for i in part.held], columns=columns) for part in parts]
 
 
 def micro_batches_of(batch: Any) -> list[Any]:
@@ -150,22 +143,84 @@ class StepSampler(Sampler):
         return broadcast_object_list([order])[0]
 
 
-class Plan(ABC):
+class Part(NamedTuple):
+    """A micro-batch of a cut step.
+
+    `examples` are rows of the dataset, or what was read of them. `facts` are what its loss needs of the padded run. An
+    idle one trains no token: other ranks have more micro-batches, and this rank takes part in their collectives.
+    """
+
+    examples: Sequence[Any]
+    facts: Any = None
+    is_idle: bool = False
+
+
+class CutStep(NamedTuple):
+    """This rank's micro-batches of a step, as many as every rank's, and the step's imbalance ([`StepPart`])."""
+
+    parts: list[Part]
+    imbalance: float
+
+
+class Cutter:
+    """Base class of cutters of steps."""
+
+    columns: Sequence[str] = ("input_ids", "labels")  # of an empty batch
+
+    def collated(self, part: Part, collate: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
+        """Collate a micro-batch of examples. All tokens of an idle one count as padding."""
+        examples: Any = part.examples
+        if part.is_idle:  # what was lost of an example is counted where it trains
+            examples = [{name: value for name, value in example.items() if name != LOSSES}
+                        | {"labels": [-100] * len(example["input_ids"])} for example in examples]  # fmt: skip
+        made = counted(collate(list(examples)), origins=part.facts)
+        if part.is_idle and (layout := made.get("packed_layout")) is not None:
+            made["packed_layout"] = replace(layout, padding=layout.num_tokens)
+        return made
+
+
+class ReadCutter(Cutter, ABC):
+    """Base class of cutters of examples that have no lengths before they are read: each rank cuts its own."""
+
+    @abstractmethod
+    def loading(self, collate: Any) -> Any:
+        """Return the loader's collator, which leaves examples single; `collate` is the one of micro-batches."""
+
+    @abstractmethod
+    def cut(self, batches: Sequence[list[Any]]) -> CutStep:
+        """Cut a step, given by padded micro-batch."""
+
+    def batches(self, read: Sequence[list[Any]], collate: Callable[[list[Any]], dict[str, Any]]) -> list[CountedBatch]:
+        """Make as many batches of a step as padded micro-batches were read."""
+        cut = self.cut(read)
+        made = [self.collated(part, collate) for part in cut.parts]
+        steps = [StepPart(number, len(read), len(made), imbalance=cut.imbalance) for number in range(len(read))]
+        return [step.holding([made[i] for i in step.held], columns=self.columns) for step in steps]
+
+
+class Plan(Cutter, ABC):
     """Base class of plans: which rows a rank's micro-batches of a step hold, from lengths alone."""
 
-    columns: Sequence[str] = ("input_ids",)  # of an empty batch
     # Rows and micro-batches of the last step: its batches are read one by one.
-    _last: tuple[np.ndarray, Any] | None = None
+    _last: tuple[np.ndarray, CutStep] | None = None
 
     @abstractmethod
-    def cut(self, rows: np.ndarray) -> Any:
+    def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
 
-    @abstractmethod
+    def read(self, dataset: Any, rows: Sequence[Any]) -> list[Any]:
+        """Read the examples of a micro-batch."""
+        return read_rows(dataset, rows)
+
     def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
         """Read and collate the micro-batches of a batch."""
+        cut = self.cut_once(place.rows)
+        step = StepPart(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
+        parts = [cut.parts[i] for i in step.held]
+        read = [part._replace(examples=self.read(dataset, part.examples)) for part in parts]
+        return step.holding([self.collated(part, collator) for part in read], columns=self.columns)
 
-    def cut_once(self, rows: np.ndarray) -> Any:
+    def cut_once(self, rows: np.ndarray) -> CutStep:
         """Cut a step, or return the last cut if it was of the same rows."""
         if self._last is None or not (self._last[0] is rows or np.array_equal(self._last[0], rows)):
             self._last = rows, self.cut(rows)

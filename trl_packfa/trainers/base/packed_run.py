@@ -184,7 +184,7 @@ class PackedRun(Base):
             return found
         read = list(islice(epoch_iterator, num_batches))
         if read and isinstance(read[0], list):  # otherwise of a user's own loader
-            read = self._cutter.cut(read, self.data_collator)
+            read = self._cutter.batches(read, self.data_collator)
         return read, self._get_num_items_in_batch(read, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ Shape letters: P pairs (or single examples, for a trainer of those), R rows of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,13 +17,11 @@ import numpy as np
 from datasets import Dataset
 
 from ...data.batching import FREE
-from ...data.collating import CountedBatch, counted
 from ...data.dataset import read_lengths
 from ...data.flops import quadratic_weight
 from ...data.image_examples import OwnCutter, Processed
-from ...data.image_rows import Example
 from ...data.step_cutting import TokenBudget
-from ...data.steps import Place, Plan, StepPart, batches_of_step, read_rows
+from ...data.steps import CutStep, Part, Plan
 from ...errors import InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
 
@@ -34,51 +32,28 @@ _PAD = 1 / 8
 _LESS = 0.8
 
 
-@dataclass(frozen=True)
-class PairPart:
-    """The pairs of a micro-batch of a re-cut step.
+class PairWeight(NamedTuple):
+    """What the loss of a micro-batch of pairs needs of the padded run."""
 
-    `numbers` are theirs in the step, `widths` the length of their rows in the padded run, `(P,)`. `weight` is that of
-    their mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
+    widths: np.ndarray  # of the pairs' rows there, `(P,)`
+    weight: float  # of the mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left
+
+
+def weights_of_pairs(
+    cut: Sequence[Sequence[int]], groups: np.ndarray, *, longest: np.ndarray, shortest: int
+) -> list[PairWeight]:
+    """Weight the micro-batches of `cut`, numbers of pairs; one without pairs runs the `shortest` untrained.
+
+    `groups` are the number of each pair's padded micro-batch, and `longest` the length of its rows if it is padded
+    alone, `(P,)`.
     """
-
-    numbers: list[int]
-    widths: np.ndarray
-    weight: float
-
-
-class CutPairs(NamedTuple):
-    """A step's pairs as a rank runs them, by micro-batch."""
-
-    parts: list[PairPart]
-    imbalance: float
-
-    @classmethod
-    def of(
-        cls,
-        cut: Sequence[Sequence[int]],
-        groups: np.ndarray,
-        *,
-        lengths: np.ndarray,
-        longest: np.ndarray,
-        imbalance: float,
-    ) -> CutPairs:
-        """Weight the micro-batches of `cut`.
-
-        `groups` are the number of each pair's padded micro-batch, `lengths` the tokens of the pairs' rows, `(P, R)`,
-        and `longest` the length of a pair's rows if it is padded alone, `(P,)`. If other ranks have one micro-batch
-        more, this rank runs its shortest pair untrained, to take part in their collectives.
-        """
-        # All pairs of a micro-batch come from padded micro-batches of the same size.
-        sizes = np.bincount(groups)[groups]
-        widest = np.zeros(int(groups.max()) + 1, dtype=longest.dtype)
-        np.maximum.at(widest, groups, longest)
-        widths = widest[groups]
-        idle = [int(lengths.sum(axis=1).argmin())]
-        weights = [len(pairs) / int(sizes[pairs[0]]) if pairs else 0.0 for pairs in cut]
-        numbers = [list(pairs) or idle for pairs in cut]
-        parts = [PairPart(pairs, widths[pairs], weight) for pairs, weight in zip(numbers, weights, strict=True)]
-        return cls(parts, imbalance)
+    # All pairs of a micro-batch come from padded micro-batches of the same size.
+    sizes = np.bincount(groups)[groups]
+    widest = np.zeros(int(groups.max()) + 1, dtype=longest.dtype)
+    np.maximum.at(widest, groups, longest)
+    widths = widest[groups]
+    return [PairWeight(widths[list(pairs) or [shortest]], len(pairs) / int(sizes[pairs[0]]) if pairs else 0.0)
+            for pairs in cut]  # fmt: skip
 
 
 class PairPlan(TokenBudget, Plan):
@@ -105,27 +80,15 @@ class PairPlan(TokenBudget, Plan):
         super().use_batch_size(size)
         self._last = None
 
-    def cut(self, rows: np.ndarray) -> CutPairs:
+    def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
         lengths, groups = self.lengths[rows], np.arange(len(rows)) // self.batch_size
-        dealt = self._deal(lengths, groups)
-        return CutPairs.of(
-            dealt[self.rank],
-            groups,
-            lengths=lengths,
-            longest=-(-lengths.max(axis=1) // self.multiple) * self.multiple,
-            imbalance=imbalance(dealt, lengths.sum(axis=1), self.quadratic),
-        )
-
-    def batch(self, dataset: Any, place: Place, collator: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
-        """Read and collate the micro-batches of a batch."""
-        cut = self.cut_once(place.rows)
-        step = StepPart(place.number, place.batches, len(cut.parts), imbalance=cut.imbalance)
-        made = [
-            counted(collator(read_rows(dataset, place.rows[part.numbers].tolist())), origins=part)
-            for part in (cut.parts[i] for i in step.held)
-        ]
-        return step.holding(made, columns=self.columns)
+        dealt, tokens = self._deal(lengths, groups), lengths.sum(axis=1)
+        longest, shortest = -(-lengths.max(axis=1) // self.multiple) * self.multiple, int(tokens.argmin())
+        weights = weights_of_pairs(dealt[self.rank], groups, longest=longest, shortest=shortest)
+        parts = [Part(rows[pairs or [shortest]].tolist(), weight)
+                 for pairs, weight in zip(dealt[self.rank], weights, strict=True)]  # fmt: skip
+        return CutStep(parts, imbalance(dealt, tokens, self.quadratic))
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
         """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
@@ -163,18 +126,14 @@ class PairPlan(TokenBudget, Plan):
 class ImagePairCutter(OwnCutter):
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
 
-    def cut(self, batches: Sequence[list[Processed]], collate: Callable[[list[Example]], Any]) -> list[CountedBatch]:
-        """Cut a step, given by padded micro-batch, into as many batches."""
-        own, collate = self.cut_own(batches, by_size=True), self.collator(collate)
-        cut = CutPairs.of(
-            [[]] * (own.count - len(own.parts)) + own.parts,
-            own.padded,
-            lengths=np.stack([example.lengths for example in own.examples]),
-            longest=np.array([example.width for example in own.examples]),
-            imbalance=own.imbalance,
-        )
-        made = [counted(collate([own.examples[i] for i in part.numbers]), origins=part) for part in cut.parts]
-        return batches_of_step(made, len(batches), imbalance=cut.imbalance, columns=("input_ids",))
+    columns = ("input_ids",)
+
+    def cut(self, batches: Sequence[list[Processed]]) -> CutStep:
+        """Cut a step, given by padded micro-batch."""
+        own = self.cut_own(batches, by_size=True)
+        longest = np.array([example.width for example in own.examples])
+        weights = weights_of_pairs(own.parts, own.padded, longest=longest, shortest=own.shortest)
+        return CutStep(list(map(own.part, own.parts, weights)), own.imbalance)
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

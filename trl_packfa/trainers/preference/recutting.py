@@ -20,7 +20,7 @@ from ...override import set_inside
 from ...parallel.ranks import summed
 from ..base.packed_run import PackedRun
 from ..padding_free.padding_free import models_of
-from .cutting import PairPart, Rows
+from .cutting import PairWeight, Rows
 
 
 class RecutSteps(PackedRun):
@@ -32,7 +32,7 @@ class RecutSteps(PackedRun):
     accelerator: Any
     neftune_noise_alpha: float | None
 
-    _running: PairPart | None = None
+    _running: PairWeight | None = None
     _has_compared = False
     # Since the last log: TRL's metrics of this rank's micro-batches, as sums and weights.
     _measured: dict[str, np.ndarray]

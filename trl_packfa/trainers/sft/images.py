@@ -23,11 +23,11 @@ from ...comparison import TOLERANCES, Comparison
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.batching import FREE
-from ...data.collating import CountedBatch, counted
+from ...data.collating import CountedBatch
 from ...data.image_examples import OwnCutter, Processed, why_images_stay
 from ...data.image_rows import Example
 from ...data.step_cutting import how_to_cut, keep_padded
-from ...data.steps import batches_of_step
+from ...data.steps import CutStep, Part
 from ...exactness import quiet
 from ...exactness.compare import relative_difference
 from ...exactness.rounding import last_places_off
@@ -124,43 +124,53 @@ class ImageCutter(OwnCutter):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self.trainer = trainer
-        self.free_budget = self.asked  # without one: that of the last step
-        # The largest micro-batch of the last step, and the batch of its last example.
+        # The largest micro-batch of the last step; its batch, and that of its last example.
+        self._largest: Part | None = None
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    def cut(self, batches: Sequence[list[Processed]], collate: Callable[[list[Example]], Any]) -> list[CountedBatch]:
-        """Cut a step, given by padded micro-batch, into as many batches."""
-        cut, merge = self.cut_own(batches), self.collator(collate)
-        self.free_budget = cut.budget
-        # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
-        # collectives.
-        idle = merge([cut.examples[cut.shortest]])
-        idle["labels"] = torch.full_like(idle["labels"], -100)
-        first = cut.count - len(cut.parts)
-        micro_batches = [*[idle] * first, *(merge([cut.examples[i] for i in part]) for part in cut.parts)]
-        largest = max(range(len(cut.parts)), key=lambda i: len(cut.parts[i]))
-        self.sample = dict(micro_batches[first + largest]), cut.examples[cut.parts[largest][-1]].batch
+    @property
+    def free_budget(self) -> int | None:
+        """The token budget of the last step."""
+        return self.budget or self.asked
+
+    def cut(self, batches: Sequence[list[Processed]]) -> CutStep:
+        """Cut a step, given by padded micro-batch, with the weights of rows where they are needed."""
+        own = self.cut_own(batches)
+        trained = np.array([example.trained for example in own.examples])
+        weights = [None] * len(own.parts)
         if not self.trainer.model_accepts_loss_kwargs:
-            trained = np.array([example.trained for example in cut.examples])
-            weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
-            for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
-                micro_batch[ROW_WEIGHTS] = of_rows
-        made = [counted(batch) for batch in micro_batches]
-        return batches_of_step(made, len(batches), imbalance=cut.imbalance, columns=("input_ids", "labels"))
+            weights = _row_weights(trained, own.padded, own.parts)
+        parts = [own.part(numbers, of_rows) for numbers, of_rows in zip(own.parts, weights, strict=True)]
+        self._largest = max(parts, key=lambda part: 0 if part.is_idle else len(part.examples))
+        return CutStep(parts, own.imbalance)
+
+    def collated(self, part: Part, collate: Callable[[list[Example]], Any]) -> CountedBatch:
+        """Collate a micro-batch of processed examples."""
+        batch = super().collated(part._replace(facts=None), collate)
+        if part is self._largest:
+            self.sample = dict(batch), part.examples[-1].batch
+        if part.is_idle:
+            batch["labels"] = torch.full_like(batch["labels"], -100)
+        elif part.facts is not None:
+            batch[ROW_WEIGHTS] = part.facts
+        return batch
 
 
-def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
+def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]]) -> list[torch.Tensor]:
     """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
 
     The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
-    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `padded` is the number of
-    each example's padded micro-batch.
+    over all micro-batches, untrained ones included, of the weighted mean over theirs. `padded` is the number of each
+    example's padded micro-batch.
     """
     # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
     # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.
     in_padded = np.maximum(np.bincount(padded, weights=trained), 1)
-    share = count / len(in_padded)
-    return [torch.tensor(trained[part].sum() * share / in_padded[padded[part]], dtype=torch.float32) for part in parts]
+    share, weights = len(parts) / len(in_padded), []
+    for part in parts:
+        numbers = np.array(part, dtype=np.int64)
+        weights.append(torch.tensor(trained[numbers].sum() * share / in_padded[padded[numbers]], dtype=torch.float32))
+    return weights
 
 
 @torch.no_grad()
