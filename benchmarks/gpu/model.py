@@ -1,6 +1,6 @@
 """Predict a training step on a GPU from its operators, on a machine without one: operators, peak memory, milliseconds.
 
-    python benchmarks/gpu/model.py [--json FILE] [--only TEXT] [--table]
+    python benchmarks/gpu/model.py [--json FILE] [--only TEXT] [--table] [--interface]
 
 The forward and the backward of a micro-batch run on fake tensors, which have shapes and no data. Every operator is
 counted, with its arithmetic and the bytes that it reads and writes; storages are followed from their allocation to
@@ -52,6 +52,8 @@ from trl_packfa.kernels import devices, liger
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead
 from trl_packfa.kernels.lora import projections
 from trl_packfa.layout import from_call
+from trl_packfa.patches.base import InterfacePatch
+from trl_packfa.patching import inspect
 from trl_packfa.patching.inspect import inner_model
 
 HERE = Path(__file__).parent
@@ -87,6 +89,7 @@ class Setting:
     documents: tuple[int, ...] = (256,) * 32
     layers: int | None = None  # instead of the preset's
     logs: bool = False  # the step is logged, so ours measures entropy and accuracy; TRL does so in every step
+    interface: bool = False  # ours runs the model's own attention forward, through transformers' interface
 
 
 SIDES = ("trl-bfd", "trl-bfd-liger", "bfd")
@@ -366,7 +369,10 @@ def build(setting: Setting, fakes: FakeTensorMode) -> Any:
             inner: Any = inner_model(model)
             inner.forward = head = ChunkedHead(inner, inner.forward)
             head.measures = setting.logs
-            patch(model, backend="varlen")
+            with MonkeyPatch.context() as patched:
+                if setting.interface:
+                    patched.setattr(inspect, "get_patch", lambda model: InterfacePatch(model_types=("llama",)))
+                patch(model, backend="varlen")
     return model.train()
 
 
@@ -483,9 +489,9 @@ def by_layer(setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
     return {name: small[name] - 2 * each[name] for name in small}, each
 
 
-def measure(name: str, side: str) -> dict[str, Any]:
-    """Return the row of one side of a configuration."""
-    setting = replace(CONFIGURATIONS[name], side=side)
+def measure(name: str, side: str, **options: Any) -> dict[str, Any]:
+    """Return the row of one side of a configuration; `options` are fields of its [`Setting`]."""
+    setting = replace(CONFIGURATIONS[name], side=side, **options)
     outside, each = by_layer(setting)
     layers = preset_config(setting.preset).num_hidden_layers
     whole = {figure: round(outside[figure] + layers * each[figure], 1) for figure in outside}
@@ -515,7 +521,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help="file of the rows")
     parser.add_argument("--only", default="", help="count only configurations with this text in their name")
     parser.add_argument("--table", action="store_true", help="count nothing, print the table of the file")
+    parser.add_argument("--interface", action="store_true", help="count ours at level interface, and write nothing")
     given = parser.parse_args(argv)
+    if given.interface:
+        for name in (name for name in CONFIGURATIONS if given.only in name):
+            print(*(f"{name}: {measure(name, 'bfd', interface=through)}" for through in (False, True)), sep="\n")
+        return 0
     if given.table:
         print(markdown(json.loads(given.json.read_text())["rows"]))
         return 0
