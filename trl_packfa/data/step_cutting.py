@@ -236,10 +236,7 @@ def require_budget(args: CommonConfig, lengths: np.ndarray, longest: int, which:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than a padded micro-batch of {batch_size} examples, "
             f"which may hold {largest} tokens.",
-            why=[
-                "with this model or these arguments the loss is not a sum over single tokens (for example the "
-                "routers' auxiliary loss), so examples that share a padded micro-batch must run at the same time"
-            ],
+            why=["the loss depends on whole padded micro-batches, as the routers' auxiliary loss does"],
             do=f"Raise it to {largest} or more, or lower per_device_train_batch_size and raise "
             "gradient_accumulation_steps. For experts, router_aux_loss_coef=0.0 switches the auxiliary loss off.",
         )

@@ -188,7 +188,7 @@ def _require_images(model: nn.Module) -> None:
     raise UnsupportedModel(
         f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",
         why=["the model finds the places of images in padded rows, or lets their tokens see each other in its mask"],
-        do="Train it padded.",
+        do="Train it padded, by TRL's own trainer.",
     )
 
 

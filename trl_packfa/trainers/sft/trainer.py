@@ -210,7 +210,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             except PackingError as error:
                 if unpad or not self._pads_rows:
                     raise
-                logger.warning("trl-packfa: pads are computed: %s", error)
+                logger.warning("trl-packfa: pads are computed: %s", "; ".join([error.what, *error.why]))
                 patch(self.model, **self.args.patch_options)
 
     def _wants_rows(self) -> bool:
