@@ -26,10 +26,11 @@ class PackingError(ValueError):
     Attributes:
         what (`str`): what failed, with the values.
         why (`tuple[str, ...]`): every reason.
+        do (`str`): the remedy.
     """
 
     def __init__(self, what: str, *, why: Iterable[str] = (), do: str = "") -> None:
-        self.what, self.why = what, tuple(why)
+        self.what, self.why, self.do = what, tuple(why), do
         lines = [what, *(f"  - {reason}" for reason in self.why)]
         if do:
             lines.append(do)

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
 from trl import SFTConfig
 
-from trl_packfa import api, check, padding_free, patch
+from trl_packfa import api, candidates, check, padding_free, patch
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
@@ -141,7 +141,7 @@ def test_what_depends_on_the_config(config, verdict):
 
 
 def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
-    checked, other = watched(monkeypatch, api, "check"), tiny.model(layers=1)
+    checked, other = watched(monkeypatch, candidates, "check"), tiny.model(layers=1)
     patch(tiny.model(layers=1))
     assert not checked
     other.config.quantization_config = {"quant_method": "brand_new"}

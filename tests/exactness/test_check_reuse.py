@@ -15,7 +15,7 @@ from selection import in_full
 from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 
-from trl_packfa import api, check, patch
+from trl_packfa import candidates, check, patch
 from trl_packfa.exactness import check_identity, check_of_machine, keep_check, reusable_check, reuse
 from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.trainers.sft import exactness_gate as gate
@@ -176,9 +176,9 @@ def test_another_attention_implementation_is_checked_anew():
 @pytest.fixture
 def takers(monkeypatch):
     """How often a model is checked, by `patch` and by the trainer, where the code was never measured."""
-    count, check = [], api.check
-    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
-    for by, module in (("patch", api), ("trainer", gate)):
+    count, check = [], candidates.check
+    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    for by, module in (("patch", candidates), ("trainer", gate)):
         monkeypatch.setattr(module, "check", lambda *args, by=by, **given: count.append(by) or check(*args, **given))
     return count
 

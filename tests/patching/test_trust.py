@@ -12,11 +12,11 @@ from tolerance import assert_float32, assert_regrouped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_packfa import PackedLayout, api, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, candidates, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patches import measured, registry
-from trl_packfa.patches.base import DocumentPatch, ModulePatch
+from trl_packfa.patches.base import AttentionPatch, DocumentPatch, ModulePatch
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 from trl_packfa.patching.mixers import MixerOverride
 
@@ -66,7 +66,7 @@ def mixing(mixer, model):
 def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
     model = patch(unknown_model())
     assert "level: interface" in describe(model)
-    assert "no patch for model type 'never_heard_of'; level interface checked and used" in caplog.text
+    assert "'never_heard_of' has no patch. The check found level interface exact." in caplog.text
     assert check(model).is_exact
 
 
@@ -78,10 +78,25 @@ def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_do
 
 def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
     model = mixing(Blur, unknown_model())
-    with pytest.raises(UnsupportedModel, match=r"level interface: (.|\n)*level document: packing is not exact"):
+    with pytest.raises(
+        UnsupportedModel, match=r"level interface: (.|\n)*level document: packing is not exact"
+    ) as refusal:
         patch(model)
+    assert len(str(refusal.value)) < 1000, "without the names of all types"
     assert describe(model) == "not patched"
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_users_patch_that_does_not_fit_says_what_is_read(monkeypatch):
+    """Its functions may raise anything when the check runs them."""
+    config = unknown_model().config.model_type
+    qkv = {"LlamaAttention": lambda module, hidden_states, *_: module.no_such_layer(hidden_states)}
+    own = AttentionPatch(model_types=(config,), backbone="LlamaModel", attention=qkv, origin="my_package")
+    monkeypatch.setitem(registry._table(), config, own)
+    model = unknown_model()
+    with pytest.raises(UnsupportedModel, match=r"registered for 'never_heard_of' (.|\n)*no_such_layer(.|\n)*scaling"):
+        patch(model)
+    assert describe(model) == "not patched"
 
 
 class Renamed(nn.Module):
@@ -128,7 +143,7 @@ def test_code_of_every_measured_version_is_trusted_with_its_own_masks(masks_of):
 
 
 def test_known_code_with_masks_that_nobody_measured_is_checked(masks_of, monkeypatch):
-    checked = watched(monkeypatch, api, "check")
+    checked = watched(monkeypatch, candidates, "check")
     patch(tiny.model())
     assert not checked
     masks_of("of a release in between")
@@ -166,19 +181,19 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
 
 
 def test_known_code_is_not_checked_again(monkeypatch):
-    monkeypatch.setattr(api, "check", lambda model: pytest.fail("checked"))
+    monkeypatch.setattr(candidates, "check", lambda model: pytest.fail("checked"))
     patch(tiny.model())
 
 
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
-    checked = watched(monkeypatch, api, "check")
-    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
+    checked = watched(monkeypatch, candidates, "check")
+    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
     assert "level: attention" in describe(patch(tiny.model()))
     assert len(checked) == 1
 
 
 def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny.model().config)
     with pytest.raises(ContaminationError, match="its weights are on the meta device"):

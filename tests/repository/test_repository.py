@@ -42,7 +42,7 @@ README = (ROOT / "README.md").read_text()
 FLOORS = [
     "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
-    "exactness", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
+    "exactness", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
     "trainers.requirements", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "frameworks", "plan", "demo", "bench", "package", "cli", "__main__",
 ]  # fmt: skip

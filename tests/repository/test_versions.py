@@ -13,7 +13,7 @@ from packaging.version import Version
 from tiny_models import small_model
 
 import trl_packfa
-from trl_packfa import api, versions
+from trl_packfa import candidates, versions
 from trl_packfa.cli.main import main
 from trl_packfa.errors import VersionTooOld
 
@@ -86,10 +86,10 @@ def test_newer_releases_are_told_of_once_a_process(monkeypatch, caplog, found, e
 def test_a_newer_release_is_checked_before_it_is_trusted(monkeypatch, newer):
     """A model's own code may be the same while masks and the attention interface are others."""
     model, checks = small_model("llama", num_hidden_layers=1), []
-    known = api.fingerprint(model)
-    monkeypatch.setattr(api, "known_sources", lambda: {"llama": {known}})
-    monkeypatch.setattr(api, "newer_than_tested", lambda: newer)
-    monkeypatch.setattr(api, "_require_exact", lambda model, state: checks.append(model))
+    known = candidates.fingerprint(model)
+    monkeypatch.setattr(candidates, "known_sources", lambda: {"llama": {known}})
+    monkeypatch.setattr(candidates, "newer_than_tested", lambda: newer)
+    monkeypatch.setattr(candidates, "_require_exact", lambda model, state: checks.append(model))
     trl_packfa.patch(model)
     assert checks == [model] * len(newer)
 

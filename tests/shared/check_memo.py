@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trl_packfa import api
+from trl_packfa import candidates
 from trl_packfa.exactness import check_identity
 from trl_packfa.trainers.sft import exactness_gate
 
@@ -39,7 +39,7 @@ def remembered(check: Callable, *names: str) -> Callable:
     return checked
 
 
-_TAKEN, _TAKEN_UNPADDED = exactness_gate.check, api.check_unpadding
+_TAKEN, _TAKEN_UNPADDED = exactness_gate.check, candidates.check_unpadding
 PACKED = remembered(_TAKEN, "collator")
 UNPADDED = remembered(_TAKEN_UNPADDED)
 
@@ -47,15 +47,15 @@ UNPADDED = remembered(_TAKEN_UNPADDED)
 def remember(replace: Callable) -> None:
     """Replace both functions where trainers call them; `replace` is `setattr`, or that of `monkeypatch`."""
     replace(exactness_gate, "check", PACKED)
-    replace(api, "check_unpadding", UNPADDED)
+    replace(candidates, "check_unpadding", UNPADDED)
 
 
 @contextmanager
 def forgotten() -> Iterator[None]:
     """Take every check anew in this block."""
-    remembering = exactness_gate.check, api.check_unpadding
-    exactness_gate.check, api.check_unpadding = _TAKEN, _TAKEN_UNPADDED
+    remembering = exactness_gate.check, candidates.check_unpadding
+    exactness_gate.check, candidates.check_unpadding = _TAKEN, _TAKEN_UNPADDED
     try:
         yield
     finally:
-        exactness_gate.check, api.check_unpadding = remembering
+        exactness_gate.check, candidates.check_unpadding = remembering

@@ -16,7 +16,7 @@ from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model, i
 from tolerance import FLOAT64, VISIBLE, assert_rounding
 from training import arguments, packed_trainer
 
-from trl_packfa import api, patch
+from trl_packfa import candidates, patch, unpatch
 from trl_packfa.adapters import refuse_adapter, table
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.patching.apply import find_state
@@ -120,10 +120,10 @@ def unknown_to_the_table(monkeypatch, tuner):
 def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
     """With no row, with other code than was measured, with a field that no row knows: exact here, so accepted."""
     config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model, checked = get_peft_model(tiny.model(layers=1), config), watched(monkeypatch, api, "check")
+    model, checked = get_peft_model(tiny.model(layers=1), config), watched(monkeypatch, candidates, "check")
     patch(model)
     assert not checked
-    api.unpatch(model)
+    unpatch(model)
     if change == "row":
         unknown_to_the_table(monkeypatch, "lora")
     elif change == "source":

@@ -12,7 +12,7 @@ from tiny_models import small_model
 from tolerance import FLOAT64, assert_rounding
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_packfa import PackedLayout, api, check, patch
+from trl_packfa import PackedLayout, candidates, check, patch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness.documents import (
     LONG,
@@ -350,8 +350,8 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     def interrupted(model):
         raise interruption
 
-    monkeypatch.setattr(api, "check", interrupted)
-    monkeypatch.setattr(api, "fingerprint", lambda model: "another code")
+    monkeypatch.setattr(candidates, "check", interrupted)
+    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another code")
     for model in (unknown_model(), tiny.model(layers=1)):
         for _ in range(2):
             with pytest.raises(interruption):
