@@ -160,12 +160,10 @@ def rendered(
     before = example["prompt"] if isinstance(example.get("prompt"), list) else []
     after = [example[column] for column in _MESSAGES if column != "prompt" and isinstance(example.get(column), list)]
     why = f"'{empty[0]}' holds no message" if empty else "a message has no 'role'" if "None" in roles else ""
-    options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
     try:
-        tools = example.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = rendering_options(example, chat_template)
         for messages in [] if why else after or [[]]:
-            tokenizer.apply_chat_template([*before, *messages], tools=tools, **options)
+            tokenizer.apply_chat_template([*before, *messages], tokenize=False, **options)
     except Exception as error:
         why = f"the chat template: {str(error) or repr(error)}".partition("\n")[0]
     if not why and assistant and "assistant" not in roles:
@@ -177,6 +175,14 @@ def rendered(
             do=rename_advice(roles) or "Mend it, filter it out, or use a chat template that allows it.",
         )
     return {}
+
+
+def rendering_options(example: Any, chat_template: str | None) -> dict[str, Any]:
+    """Return the options with which TRL renders an example: its template, tools, and template arguments."""
+    tools = example.get("tools")
+    # Tools with different schemas fit no Arrow type, so datasets store them as JSON.
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    return {"chat_template": chat_template, "tools": tools, **(example.get("chat_template_kwargs") or {})}
 
 
 def holds_conversations(dataset: AnyDataset) -> bool:
@@ -206,26 +212,22 @@ def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str 
     if "input_ids" in example or not is_conversational(example):
         return {}
     messages = example["messages"] if "messages" in example else [*example["prompt"], *example["completion"]]
-    tools, calls = example.get("tools"), any(message.get("tool_calls") for message in messages)
-    if not tools and not calls:
+    has = {"tools": bool(example.get("tools")), "tool calls": any(message.get("tool_calls") for message in messages)}
+    if not any(has.values()):
         return {}
     silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
-    options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
-    try:
-        # Tools with different schemas fit no Arrow type, so datasets store them as JSON.
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        whole = processing_class.apply_chat_template(messages, tools=tools, **options)
-    except Exception:  # a template can raise anything; TRL will raise it soon, with the example
-        return {}
-    found = {}
-    for name, has, other in (("tools", tools, (messages, None)), ("tool calls", calls, (silent, tools))):
+
+    def text(of: Any, **other: Any) -> str | None:
         try:
-            found[name] = (
-                bool(has) and processing_class.apply_chat_template(other[0], tools=other[1], **options) == whole
-            )
-        except Exception:  # a template that fails without the content does not ignore it
-            found[name] = False
-    return found
+            options = {**rendering_options(example, chat_template), "tokenize": False, **other}
+            return processing_class.apply_chat_template(of, **options)
+        except Exception:  # a template can raise anything; TRL will raise it soon, with the example
+            return None
+
+    whole = text(messages)
+    # A template that fails without the content does not ignore it.
+    without = {"tools": text(messages, tools=None), "tool calls": text(silent)}
+    return {} if whole is None else {name: has[name] and other == whole for name, other in without.items()}
 
 
 def vocabulary_hash(tokenizer: Any) -> str:

@@ -10,7 +10,6 @@ Shape letters: S examples of a conversation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from ..layout.prefix_tree import common_length
 from ..packing import PackingReport
 from .collator import LOSSES, ROW_LENGTHS, SAVED
 from .dataset import AnyDataset, cut_some, split_tree, tree_columns
-from .templates import as_chatml, rename_advice
+from .templates import as_chatml, rename_advice, rendering_options
 
 # Column with the number of an example's conversation, until its examples are one row.
 CONVERSATION = "trl_packfa_conversation"
@@ -113,12 +112,7 @@ class TurnExpander:
     def _renderer(self, conversation: dict[str, Any]) -> Render:
         """Return the function that renders messages with a conversation's tools and template arguments, as TRL
         does."""
-        tools = conversation.get("tools")
-        options = {
-            "chat_template": self.chat_template,
-            "tools": json.loads(tools) if isinstance(tools, str) else tools,
-            **(conversation.get("chat_template_kwargs") or {}),
-        }
+        options = rendering_options(conversation, self.chat_template)
 
         def render(messages: list[dict[str, Any]], **more: Any) -> list[int]:
             rendered: Any = self.tokenizer.apply_chat_template(
