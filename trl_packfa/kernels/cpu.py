@@ -38,7 +38,7 @@ def are_worth_it(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def rms_norm_in_pieces(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+def rms_norm_in_pieces(eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
     """Compute Llama's RMSNorm of `(..., D)`."""
     return _RMSNorm.apply(hidden, weight, eps)
 

@@ -116,8 +116,8 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def norm_on_cuda(hidden: torch.Tensor, weight: torch.Tensor) -> LigerKernels | None:
-    """Return Liger's functions if they can compute Llama's RMSNorm of `hidden` `(..., D)`, else `None`."""
-    kernels = liger_kernels() if lies_on_cuda(hidden) else None
+    """Return Liger's functions if they compute Llama's RMSNorm of `hidden` `(..., D)` here, else `None`."""
+    kernels = liger_kernels() if not torch.compiler.is_compiling() and lies_on_cuda(hidden) else None
     # Both must have one dtype. With a wider weight, Llama's result has the weight's dtype, Liger's the input's.
     return kernels if kernels is not None and takes(hidden, weight) else None
 

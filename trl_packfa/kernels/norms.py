@@ -63,15 +63,14 @@ class RMSNormOverride(Override):
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Run the norm's forward on `(..., D)`."""
-        if torch.compiler.is_compiling() or current_call().layout is None:
-            return self.call_original(hidden_states)
         norm: Any = self.module
-        eps, kernels = norm.variance_epsilon, norm_on_cuda(hidden_states, norm.weight)
-        if kernels is not None:
-            return run_norm(partial(norm_by_liger, kernels, eps), hidden_states, norm.weight)
-        if are_worth_it(hidden_states):
-            return run_norm(partial(rms_norm_in_pieces, eps=eps), hidden_states, norm.weight)
-        return self.call_original(hidden_states)
+        weight, eps, in_pieces = norm.weight, norm.variance_epsilon, are_worth_it(hidden_states)
+        kernels = None if in_pieces else norm_on_cuda(hidden_states, weight)
+        # Graphs come no further than here, and cannot read the context.
+        if not (in_pieces or kernels) or current_call().layout is None:
+            return self.call_original(hidden_states)
+        compute = partial(norm_by_liger, kernels, eps) if kernels else partial(rms_norm_in_pieces, eps)
+        return run_norm(compute, hidden_states, weight)
 
 
 def source_of(x: torch.Tensor) -> Source | None:
