@@ -138,6 +138,23 @@ class ModulePatch(InterfacePatch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FunctionPatch(Patch):
+    """A patch of older architectures with their own form of an attention interface, level `interface`.
+
+    Args:
+        functions (`Mapping[str, str]`):
+            Methods that a backend replaces, by attention class name. The method maps `(query (B, N, L, H), key, value,
+            mask)` to `(output (B, N, L, H), weights)`.
+        arguments (`Callable`):
+            Function that reads the [`AttentionArguments`] from an attention module.
+    """
+
+    level: ClassVar[str] = "interface"
+    functions: Mapping[str, str]
+    arguments: Callable[[Any], AttentionArguments]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionPatch(Patch):
     """A patch that replaces the forward of attention modules, level `attention`.
 

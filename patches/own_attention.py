@@ -1,4 +1,4 @@
-"""Architectures with their own attention code, which takes a mask; some count positions along the row, too.
+"""Architectures with their own attention code, which takes a mask, and with positions counted along the row.
 
 Attention and position embeddings run document by document; everything else stays packed.
 """
@@ -6,12 +6,9 @@ Attention and position embeddings run document by document; everything else stay
 from trl_packfa.patches.base import ModulePatch
 
 PATCH = ModulePatch(
-    model_types=(
-        "big_bird", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mvp", "rembert", "trocr",
-    ),
+    model_types=("big_bird", "megatron-bert", "mvp", "rembert", "trocr"),
     masked_mixers=(
-        "BigBirdSelfAttention", "GPTNeoSelfAttention", "GPTNeoXJapaneseAttention", "GitSelfAttention",
-        "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "TrOCRAttention",
+        "BigBirdSelfAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "TrOCRAttention",
     ),
     beside=(
         "BigBirdEmbeddings", "MegatronBertEmbeddings", "MvpLearnedPositionalEmbedding", "RemBertEmbeddings",

@@ -51,6 +51,13 @@ PRIVATE = (
     ),
     Private("transformers.models.bloom.modeling_bloom.BloomAttention._reshape", "splits the fused projection"),
     Private("transformers.models.falcon.modeling_falcon.FalconAttention._split_heads", "splits its three layouts"),
+    Private("transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn", "attention, on heads"),
+    Private(
+        "transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention._attn",
+        "attention, on heads",
+    ),
+    Private("transformers.models.gptj.modeling_gptj.GPTJAttention._attn", "attention", "transformers<5.24"),
+    Private("transformers.models.codegen.modeling_codegen.CodeGenAttention._attn", "attention", "transformers<5.24"),
     # accelerate, datasets, PEFT.
     Private("accelerate.ParallelismConfig._validate_accelerator", "refuses gloo's ranks, though a mesh runs on them"),
     Private("accelerate.hooks.add_hook_to_module()._hf_hook", "tells a module whose forward accelerate has moved"),

@@ -17,6 +17,7 @@ from trl_packfa.patches import registry
 from trl_packfa.patches.base import (
     AttentionPatch,
     DocumentPatch,
+    FunctionPatch,
     GroupsPatch,
     Instead,
     InterfacePatch,
@@ -183,11 +184,13 @@ def test_a_patch_that_names_a_class_twice_is_refused():
     ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)
 
 
-@pytest.mark.parametrize("kind", [InterfacePatch, DocumentPatch, StackPatch, GroupsPatch])
+@pytest.mark.parametrize("kind", [InterfacePatch, DocumentPatch, StackPatch, GroupsPatch, FunctionPatch])
 @pytest.mark.parametrize("field", [{"mixers": ("M",)}, {"makes_mask": True}, {"output": "out_proj"}, {"bias": len}])
 def test_a_patch_takes_no_field_that_its_level_never_reads(kind, field):
+    own = {"functions": {"A": "_attn"}, "arguments": len} if kind is FunctionPatch else {}
+    kind(model_types=("mine",), **own)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
-        kind(model_types=("mine",), **field)
+        kind(model_types=("mine",), **own, **field)
 
 
 def test_a_model_whose_config_another_patch_is_for_gets_that_patch(fresh_registry):

@@ -41,7 +41,7 @@ ARCHITECTURES = {
     "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 16}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 16}),
     # as `tiny_models` builds them
-    **{name: (name, None) for name in ("bloom", "falcon", "mpt")},
+    **{name: (name, None) for name in ("bloom", "falcon", "git", "mpt")},
 }  # fmt: skip
 
 # A model of each level, some of two layers: `MODELS[name]()` makes one.

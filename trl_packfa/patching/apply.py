@@ -7,9 +7,9 @@ masks, and one switch of 4-bit layers. It never changes classes, module globals 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from ..patches.base import (
     AttentionPatch,
     DocumentPatch,
     EncoderPatch,
+    FunctionPatch,
     GroupsPatch,
     InterfacePatch,
     Patch,
@@ -39,10 +40,12 @@ from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
 from .inspect import class_names, find_parts, forward_takes, inner_model
-from .mixers import LayerOverride, MixerOverride
+from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchState, find_state
 from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding
+
+Value = TypeVar("Value")
 
 
 def unpadding_of(model: nn.Module) -> Unpadding | None:
@@ -172,15 +175,22 @@ def _plan_attention(state: PatchState) -> list[Edit]:
     module: Any  # torch types `module.config` as a tensor or a module
     for module in state.parts.attention.values():
         if isinstance(patch, AttentionPatch):
-            qkv = next(patch.attention[name] for name in class_names(module) if name in patch.attention)
+            qkv = _of_class(patch.attention, module)
             qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
             planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
+        elif isinstance(patch, FunctionPatch):
+            function = _of_class(patch.functions, module)
+            planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
             by_mask = state.parts.takes_images or isinstance(patch, StackPatch)
             window = patch.window if isinstance(patch, InterfacePatch) else None
             config = interface_config(module.config, InterfaceOptions(backends, window, by_mask))
             planned.append((module, "config", config))
     return planned
+
+
+def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value:
+    return next(table[name] for name in class_names(module) if name in table)
 
 
 def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
@@ -242,7 +252,7 @@ def _plan_inside(state: PatchState) -> list[Override]:
         when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if mixers or state.patch.makes_mask or when_packed:
+    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer) for layer in layers]
     return overrides + when_packed

@@ -35,7 +35,7 @@ from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
 from ..override import NamedOverride, Override, forward_signature
-from ..patches.base import QKV, AttentionPatch, DocumentPatch, Heads, InterfacePatch, StackPatch
+from ..patches.base import QKV, AttentionPatch, DocumentPatch, FunctionPatch, Heads, InterfacePatch, StackPatch
 from . import cross_attention, router_loss
 from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions
@@ -197,7 +197,7 @@ class BackboneOverride(_PackedForward):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if isinstance(self.state.patch, DocumentPatch) or self.state.parts.mixers:
+        if isinstance(self.state.patch, (DocumentPatch, FunctionPatch)) or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",

@@ -23,6 +23,7 @@ from ..patches.base import (
     AttentionPatch,
     DocumentPatch,
     EncoderPatch,
+    FunctionPatch,
     GroupsPatch,
     InterfacePatch,
     ModulePatch,
@@ -248,6 +249,8 @@ def _find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool) -> dict
     """Return the attention modules by name, all of them causal unless the model's mask decides that (`by_mask`)."""
     if isinstance(patch, (DocumentPatch, GroupsPatch)):
         return {}
+    if isinstance(patch, FunctionPatch):
+        return _find_by_class(backbone, patch.functions)
     found = _find_rewritten(backbone, patch) if isinstance(patch, AttentionPatch) else _find_interface(backbone, patch)
     for name, module in found.items():
         if not by_mask and not is_causal(module):
@@ -328,7 +331,7 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
     """
     if isinstance(patch, DocumentPatch):
         return ()
-    if isinstance(patch, AttentionPatch):
+    if isinstance(patch, (AttentionPatch, FunctionPatch)):
         return tuple(patch.arguments(module).sliding_window for module in attention.values())
     if isinstance(patch, InterfacePatch) and patch.window is not None:
         return tuple(patch.window(module) for module in attention.values())

@@ -2,19 +2,21 @@
 
 Each runs document by document, unless a trial has shown that its own kernels honour the boundaries in the call.
 
-Shape letters: B rows, L row length, T packed tokens (B * L).
+Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..attention import AttentionArguments, BackendChoice
 from ..comparison import TOLERANCES, Comparison
 from ..compile import outside_of_graphs
 from ..kernels.random_states import devices_of, random_states_kept
@@ -33,6 +35,7 @@ from ..layout.call_context import (
 from ..override import NamedOverride, Override
 from ..patches.base import InterfacePatch, ModulePatch
 from .inspect import class_names
+from .packed_attention import attend_packed
 from .per_document import run_by_document
 
 logger = logging.getLogger(__name__)
@@ -185,6 +188,32 @@ class MixerOverride(NamedOverride):
             least = TOLERANCES[next((dtype for dtype in dtypes if dtype in TOLERANCES), torch.float32)].kernels
             allowed = min(least, control.difference / _SEPARATION)
             return next((offer for offer in self.offers if Comparison("parity", error_of(offer), allowed).holds), ())
+
+
+class FunctionOverride:
+    """An attention module's own function of query, key, value and mask, which runs on packed tokens if a call is
+    packed.
+
+    Older architectures have such a function instead of the attention interface: `(query (B, N, L, H), key, value,
+    mask)` to `(output (B, N, L, H), weights)`.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, arguments: Callable[[Any], AttentionArguments], backends: BackendChoice
+    ) -> None:
+        self.module, self.name, self.read_arguments, self.backends = module, name, arguments, backends
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's attention function."""
+        layout = find_layout((query, *args), kwargs)
+        if layout is None:
+            return getattr(type(self.module), self.name)(self.module, query, key, value, *args, **kwargs)
+        arguments = self.read_arguments(self.module)
+        if not self.module.training:
+            arguments = replace(arguments, dropout=0.0)
+        # These modules may rotate query and key in float32, but backends need one dtype.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return attend_packed(self.backends, query, key, value, layout, arguments).transpose(1, 2), None
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..config.options import PatchOptions
 from ..errors import PackingError, UnsupportedModel
 from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
-from ..patches.base import AttentionPatch, DocumentPatch, InterfacePatch, Patch
+from ..patches.base import AttentionPatch, DocumentPatch, FunctionPatch, InterfacePatch, Patch
 from ..patches.registry import find_patch_for_type
 from .inspect import find_parts, inner_model, model_type
 from .rotary import LENGTH_DEPENDENT
@@ -68,7 +68,7 @@ def _why_not_served(name: str, patch: Patch) -> str | None:
         return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"
     if patch.run_by_document:
         return "not only its attention needs the boundaries: it counts positions itself, or has indexers"
-    own = isinstance(patch, AttentionPatch) and (patch.makes_mask or patch.bias)
+    own = isinstance(patch, FunctionPatch) or (isinstance(patch, AttentionPatch) and (patch.makes_mask or patch.bias))
     # A third party's patch is in no table of ours.
     return _OWN_ATTENTION if own or patch.origin != "trl_packfa" else None
 

@@ -150,8 +150,6 @@ def _put_back(
     if isinstance(first, (tuple, list)):
         merged = [_put_back(items, shapes, place, layout) for items in zip(*outputs, strict=True)]
         return type(first)(merged) if any(item is not None for item in merged) else None
-    if isinstance(first, torch.nn.Parameter):
-        return first  # for the module's caller to add: GPT-NeoX Japanese's bias
     if not isinstance(first, torch.Tensor):
         return None
     if all(output.shape[:2] == shape for output, shape in zip(outputs, shapes, strict=True)):
