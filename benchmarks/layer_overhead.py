@@ -9,6 +9,7 @@ Their difference excludes the LM head and all work that runs once in a call. Cal
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -99,6 +100,7 @@ def _count(call: Callable[[], None]) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.collect()  # else models of earlier calls may end inside of this one, and call back
     sys.setprofile(note)
     try:
         call()

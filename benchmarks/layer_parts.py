@@ -24,7 +24,7 @@ from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.autocast import HALF
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.kernels.cpu import RMSNormOverride
+from trl_packfa.kernels.norms import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.call_context import packed_call

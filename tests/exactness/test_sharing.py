@@ -31,7 +31,7 @@ def test_exact_models_are_found_exact(model_type, dtype):
 def _first_gradient_only(own):
     def gather(self, packed):
         copies = own(self, packed)
-        again = torch.ones(self.num_copies, dtype=torch.bool)
+        again = torch.ones(len(self.index), dtype=torch.bool)
         again[self.first_index] = False
         return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
 

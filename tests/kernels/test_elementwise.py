@@ -9,7 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.override import override_in
@@ -120,10 +120,10 @@ def test_only_packed_calls_are_in_pieces(monkeypatch):
 
 def test_which_norms_are_llamas():
     llama, gemma = LlamaRMSNorm(8), Gemma2RMSNorm(8)
-    assert is_rms_norm_on_cpu(llama)
-    assert not any(map(is_rms_norm_on_cpu, (gemma, nn.LayerNorm(8), nn.RMSNorm(8))))
+    assert has_norm_kernel(llama)
+    assert not any(map(has_norm_kernel, (gemma, nn.LayerNorm(8), nn.RMSNorm(8))))
     llama.forward = lambda x: x
-    assert not is_rms_norm_on_cpu(llama), "a kernel of somebody else's is in its place"
+    assert not has_norm_kernel(llama), "a kernel of somebody else's is in its place"
 
 
 @pytest.mark.parametrize("architecture, norms", [("llama", 9), ("qwen3", 17), ("gemma2", 0), ("phi", 0)])

@@ -13,7 +13,6 @@ import torch
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
-from torch import nn
 from training import arguments, packed_trainer, trained
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -21,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.kernels import liger
+from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patching.apply import compile_layers
@@ -123,8 +123,8 @@ def test_graphs_fuse_by_themselves(calls):
 
 
 def test_what_is_not_llamas_is_left_alone(calls):
-    assert liger.is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not liger.is_rms_norm_on_cuda(Gemma2RMSNorm(8))
-    assert not liger.is_rms_norm_on_cuda(LlamaRMSNorm(8).to("meta"))
+    assert has_norm_kernel(LlamaRMSNorm(8)) and not has_norm_kernel(Gemma2RMSNorm(8))
+    assert not has_norm_kernel(LlamaRMSNorm(8).to("meta"))
     model = patch(tiny.model("gemma2", layers=2))
     model(**tiny.batch(tiny.documents()))
     assert calls == {"rope": 2}, "norms add one to their weights, MLPs take GELU"
@@ -135,7 +135,7 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
     """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
     norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
     with packed_call(PackedLayout.from_lengths((5,))):
-        assert torch.equal(liger.LigerRMSNormOverride(norm)(x), norm(x))
+        assert torch.equal(RMSNormOverride(norm)(x), norm(x))
     assert not calls
 
 
@@ -198,5 +198,6 @@ def test_why_it_is_not_used(version, change, reason, monkeypatch):
 
 def test_liger_is_looked_for_once_and_nothing_is_taken_without_it():
     """As on this machine, or on one whose Liger finds no GPU."""
-    assert not liger.is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not liger.is_swiglu_on_cuda(nn.Linear(2, 2))
+    assert liger.norm_on_cuda(torch.ones(2, 8), torch.ones(8)) is None
+    assert not liger.is_swiglu_on_cuda(tiny.model(layers=1).model.layers[0].mlp)
     assert liger.liger_kernels() is liger.liger_kernels()

@@ -11,7 +11,7 @@ from tolerance import differs
 from torch.autograd.graph import saved_tensors_hooks
 
 from trl_packfa import patch
-from trl_packfa.kernels import cpu, norms
+from trl_packfa.kernels import norms
 from trl_packfa.kernels.lora import overrides
 
 LAYERS = 2
@@ -20,7 +20,7 @@ LAYERS = 2
 @pytest.fixture
 def kept(monkeypatch):
     """Return the numbers of norms' outputs that are alive."""
-    alive, run_norm = set(), cpu.run_norm
+    alive, run_norm = set(), norms.run_norm
 
     def noting(*given):
         out, number = run_norm(*given), len(alive) + len(ended)
@@ -29,7 +29,7 @@ def kept(monkeypatch):
         return out
 
     ended = []
-    monkeypatch.setattr(cpu, "run_norm", noting)
+    monkeypatch.setattr(norms, "run_norm", noting)
     return alive
 
 

@@ -73,7 +73,7 @@ def test_copies_there_and_back_and_their_gradients(by_index, monkeypatch):
         upstream = torch.randn(copies.shape, generator=generator, dtype=torch.float64)
         (gradient,) = torch.autograd.grad(copies, packed, upstream)
         assert torch.equal(gradient, torch.zeros_like(packed).index_add(0, numbers, upstream))
-    documents = torch.randn(gather.num_copies, 5, generator=generator, requires_grad=True)
+    documents = torch.randn(len(gather.index), 5, generator=generator, requires_grad=True)
     collected = gather.take_first(documents)
     assert torch.equal(collected, documents[gather.first_index])
     assert torch.equal(gather.index[gather.first_index], torch.arange(21))

@@ -113,12 +113,12 @@ def pretend_liger(monkeypatch):
     kernels = liger.LigerKernels(
         "0.8.5", Norm, Rope, counted(swiglu_forward, "swiglu_forward"), counted(swiglu_backward, "swiglu_backward")
     )
-    for module in ("trl_packfa.kernels.liger", "trl_packfa.patching.describe"):
+    for module in ("trl_packfa.kernels.liger", "trl_packfa.kernels.norms", "trl_packfa.patching.describe"):
         monkeypatch.setattr(f"{module}.liger_kernels", lambda: kernels)
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: None)
     # What is there for a CPU gives way.
-    monkeypatch.setattr("trl_packfa.patching.apply.is_rms_norm_on_cpu", lambda module: False)
+    monkeypatch.setattr("trl_packfa.kernels.norms.are_worth_it", lambda x: False)
     monkeypatch.setattr("trl_packfa.kernels.rotary.are_worth_it", lambda x: False)
     return calls

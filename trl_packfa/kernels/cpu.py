@@ -13,14 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-from ..layout.call_context import current_call
-from ..override import Override, computes_as
-from .norms import run_norm
 
 # Elements of a piece: 1 MB of float32. Half and twice this size were not faster on CPUs with 2 MB per core.
 _ELEMENTS = 2**18
@@ -44,21 +38,9 @@ def are_worth_it(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def is_rms_norm_on_cpu(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's RMSNorm and its weight is on a CPU."""
-    return computes_as(module, LlamaRMSNorm.forward) and all(p.device.type == "cpu" for p in module.parameters())
-
-
-class RMSNormOverride(Override):
-    """An RMSNorm that packed calls compute in pieces of tokens."""
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Run the norm's forward on `(..., D)`."""
-        norm: Any = self.module
-        if not are_worth_it(hidden_states) or current_call().layout is None:
-            return self.call_original(hidden_states)
-        eps = norm.variance_epsilon
-        return run_norm(lambda hidden, weight: _RMSNorm.apply(hidden, weight, eps), hidden_states, norm.weight)
+def rms_norm_in_pieces(eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Compute Llama's RMSNorm of `(..., D)`."""
+    return _RMSNorm.apply(hidden, weight, eps)
 
 
 class _RMSNorm(Function):

@@ -22,12 +22,9 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ..layout.call_context import current_call
-from ..override import Override, computes_as, runs_own_forward
+from ..override import runs_own_forward
 from ..versions import installed_version
-from .norms import run_norm
 
 # The oldest supported version, which added rotations of a part of the head.
 OLDEST = "0.8.5"
@@ -118,40 +115,19 @@ def takes(*tensors: torch.Tensor) -> bool:
     )
 
 
-def is_rms_norm_on_cuda(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's RMSNorm, its weight is on CUDA, and Liger is available.
-
-    Gemma's RMSNorm has another forward, which casts elsewhere and adds one to the weight. It does not count.
-    """
-    return (
-        computes_as(module, LlamaRMSNorm.forward)
-        and all(map(lies_on_cuda, module.parameters()))
-        and liger_kernels() is not None
-    )
+def norm_on_cuda(hidden: torch.Tensor, weight: torch.Tensor) -> LigerKernels | None:
+    """Return Liger's functions if they compute Llama's RMSNorm of `hidden` `(..., D)` here, else `None`."""
+    kernels = liger_kernels() if not torch.compiler.is_compiling() and lies_on_cuda(hidden) else None
+    # Both must have one dtype. With a wider weight, Llama's result has the weight's dtype, Liger's the input's.
+    return kernels if kernels is not None and takes(hidden, weight) else None
 
 
-class LigerRMSNormOverride(Override):
-    """An RMSNorm that packed calls compute in one pass over memory forward and one backward."""
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Run the norm's forward on `(..., D)`."""
-        if torch.compiler.is_compiling() or current_call().layout is None:
-            return self.call_original(hidden_states)
-        norm: Any = self.module
-        kernels = liger_kernels()
-        # Both must have one dtype. With a wider weight, Llama's result has the weight's dtype, Liger's the input's.
-        if kernels is None or not takes(hidden_states, norm.weight):
-            return self.call_original(hidden_states)
-        # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
-        # incoming gradient, which a residual also reads.
-        options = (norm.variance_epsilon, 0.0, "llama", False)
-        rms_norm = kernels.rms_norm.apply
-
-        def compute(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-            with torch.cuda.device_of(hidden):
-                return rms_norm(hidden, weight, *options)
-
-        return run_norm(compute, hidden_states, norm.weight)
+def norm_by_liger(kernels: LigerKernels, eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Compute Llama's RMSNorm of `(..., D)` in one pass over memory forward and one backward."""
+    # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
+    # incoming gradient, which a residual also reads.
+    with torch.cuda.device_of(hidden):
+        return kernels.rms_norm.apply(hidden, weight, eps, 0.0, "llama", False)
 
 
 def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | None:
@@ -185,9 +161,9 @@ def multiplies_by_liger(mlp: Any, x: torch.Tensor) -> bool:
 
 
 def is_swiglu_on_cuda(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's MLP with SiLU, is on CUDA, and Liger is available."""
+    """Tell whether a gated MLP has SiLU, is on CUDA, and Liger is available."""
     weight = next(module.parameters(), None)
-    return computes_as(module, LlamaMLP.forward) and weight is not None and multiplies_by_liger(module, weight)
+    return weight is not None and multiplies_by_liger(module, weight)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -240,13 +216,3 @@ def gated_by_liger(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     product = _SwiGLU.apply(gate, up) if takes(gate, up) else mlp.act_fn(gate) * up
     return mlp.down_proj(product)
-
-
-class SwiGLUOverride(Override):
-    """A gated MLP without adapters; Liger computes its product in packed calls."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the MLP's forward on `(..., D)`."""
-        if torch.compiler.is_compiling() or current_call().layout is None or not multiplies_by_liger(self.module, x):
-            return self.call_original(x)
-        return gated_by_liger(self.module, x)

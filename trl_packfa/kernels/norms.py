@@ -1,6 +1,7 @@
-"""Outputs of norms that a backward computes again, from what the norm keeps for its own backward.
+"""Llama's RMSNorm with the fastest kernel of its device, and outputs of norms that a backward computes again.
 
-Fused LoRA would keep a norm's output beside the norm's input. That is as much memory, for a computation of one pass.
+They are computed from what the norm keeps for its own backward. Fused LoRA would keep a norm's output beside the
+norm's input. That is as much memory, for a computation of one pass.
 
 Shape letters: T tokens, D normalized features.
 """
@@ -8,10 +9,18 @@ Shape letters: T tokens, D normalized features.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ..layout.call_context import current_call
+from ..override import Override, computes_as
+from .cpu import are_worth_it, rms_norm_in_pieces
+from .liger import lies_on_cuda, liger_kernels, norm_by_liger, norm_on_cuda
 
 _Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -35,6 +44,33 @@ def run_norm(norm: _Norm, hidden: torch.Tensor, weight: torch.Tensor) -> torch.T
     if torch.is_grad_enabled():
         _SOURCES[normed] = Source(hidden.detach(), weight, norm, (normed._version, hidden._version))
     return normed
+
+
+def has_norm_kernel(module: nn.Module) -> bool:
+    """Tell whether a module computes Llama's RMSNorm on a CPU, or on CUDA where Liger is available.
+
+    Gemma's RMSNorm has another forward, which casts elsewhere and adds one to the weight. It does not count.
+    """
+    if not computes_as(module, LlamaRMSNorm.forward):
+        return False
+    weights = list(module.parameters())
+    on_cuda = all(map(lies_on_cuda, weights)) and liger_kernels() is not None
+    return on_cuda or all(weight.device.type == "cpu" for weight in weights)
+
+
+class RMSNormOverride(Override):
+    """An RMSNorm that packed calls compute in pieces of tokens on a CPU, and by Liger on CUDA."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Run the norm's forward on `(..., D)`."""
+        norm: Any = self.module
+        weight, eps, in_pieces = norm.weight, norm.variance_epsilon, are_worth_it(hidden_states)
+        kernels = None if in_pieces else norm_on_cuda(hidden_states, weight)
+        # Graphs come no further than here, and cannot read the context.
+        if not (in_pieces or kernels) or current_call().layout is None:
+            return self.call_original(hidden_states)
+        compute = partial(norm_by_liger, kernels, eps) if kernels else partial(rms_norm_in_pieces, eps)
+        return run_norm(compute, hidden_states, weight)
 
 
 def source_of(x: torch.Tensor) -> Source | None:

@@ -62,11 +62,6 @@ class TokenGather:
         lengths = [stop - start for start, stop in itertools.pairwise(cuts)]
         return cls.of_segments(lengths, [range(part[start], part[stop]) for start, stop in spans], device)
 
-    @property
-    def num_copies(self) -> int:
-        """Number of copied tokens, P."""
-        return self.index.shape[0]
-
     def gather(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the copies `(P, ...)` of packed tokens `(T, ...)`; gradients of a token's copies are added."""
         if _by_index(packed):

@@ -19,10 +19,9 @@ from ..attention import BackendChoice
 from ..compile import CompiledLayer
 from ..config.options import PatchOptions
 from ..errors import NoBackend
-from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
-from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
 from ..kernels.lm_head.labelled import LabelledHead
 from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
+from ..kernels.norms import RMSNormOverride, has_norm_kernel
 from ..kernels.rotary import PlainRotation
 from ..override import Override
 from ..patches.base import (
@@ -250,11 +249,7 @@ def _plan_inside(state: PatchState) -> list[Override]:
     fused = state.options.fused_kernels
     when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
     if fused:
-        taken = {id(override.module) for override in when_packed}
-        left = [module for module in backbone.modules() if id(module) not in taken]
-        when_packed += [RMSNormOverride(module) for module in left if is_rms_norm_on_cpu(module)]
-        when_packed += [LigerRMSNormOverride(module) for module in left if is_rms_norm_on_cuda(module)]
-        when_packed += [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
+        when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
     if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:

@@ -7,17 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..kernels.cpu import RMSNormOverride
-from ..kernels.liger import (
-    LigerRMSNormOverride,
-    SwiGLUOverride,
-    lies_on_cuda,
-    liger_kernels,
-    liger_unavailable,
-    multiplies_by_liger,
-)
+from ..kernels.liger import is_swiglu_on_cuda, lies_on_cuda, liger_kernels, liger_unavailable
 from ..kernels.lora import describe_lora
 from ..kernels.lora.overrides import GatedMLPOverride
+from ..kernels.norms import RMSNormOverride
 from ..kernels.rotary import rotates
 from ..override import Override, override_in
 from .forwards import AttentionOverride
@@ -86,12 +79,8 @@ def _kinds(override: Override) -> Iterator[tuple[str, str]]:
     by_liger = "" if kernels is None else f"liger-kernel {kernels.version}"
     on_cuda = kernels is not None and weight is not None and lies_on_cuda(weight)
     if isinstance(override, RMSNormOverride):
-        yield "RMSNorm", "in pieces on a CPU"
-    elif isinstance(override, LigerRMSNormOverride):
-        yield "RMSNorm", by_liger
+        yield "RMSNorm", by_liger if on_cuda else "in pieces on a CPU"
     elif isinstance(override, AttentionOverride) and on_cuda and rotates(override.qkv):
         yield "rotation", by_liger
-    elif isinstance(override, SwiGLUOverride) or (
-        isinstance(override, GatedMLPOverride) and weight is not None and multiplies_by_liger(override.module, weight)
-    ):
+    elif isinstance(override, GatedMLPOverride) and is_swiglu_on_cuda(override.module):
         yield "SwiGLU", by_liger

@@ -100,32 +100,26 @@ class _LastCall(threading.local):
     _FOUND_BY = ("packed_layout", *FLASH_KEYS, "position_ids")
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, Any, int]] | None = None
-        self.shape: tuple[int, int] | None = None
+        self.call: dict[str, Any] = {}  # kept, so that no later value has the identity of one of these
+        self.seen: list[Any] = []
         self.layout: PackedLayout | None = None
 
     def __call__(self, query: torch.Tensor, kwargs: Mapping[str, Any]) -> PackedLayout | None:
         call = {name: kwargs[name] for name in self._FOUND_BY if kwargs.get(name) is not None}
-        shape = (query.shape[0], query.shape[2])
-        # Compared by identity, which the kept reference makes safe, and by version, as a buffer may be written again.
-        seen = [(name, value, _version(value)) for name, value in call.items()]
-        if self.seen is None or self.shape != shape or not _same(self.seen, seen):
+        # By identity and by version, as a buffer may be written again.
+        seen = [query.shape[0], query.shape[2], *((name, id(x), _version(x)) for name, x in call.items())]
+        if self.seen != seen:
             self.layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
-            self.seen, self.shape = seen, shape
+            self.call, self.seen = call, seen
         # A caller's layout may lie on the host, and the model's layers on several devices.
         return self.layout if self.layout is None else self.layout.to(query.device)
 
 
-def _version(value: Any) -> int:
+def _version(value: Any) -> Any:
+    """Return the number of writes to a tensor; in inference mode, where none is counted, what equals nothing else."""
     if not isinstance(value, torch.Tensor):
         return 0
-    return -1 if value.is_inference() else value._version
-
-
-def _same(before: list[tuple[str, Any, int]], now: list[tuple[str, Any, int]]) -> bool:
-    pairs = zip(before, now, strict=False)
-    # Tensors of inference mode count no versions (-1), so they are read every time.
-    return len(before) == len(now) and all(n == m and a is b and v == w != -1 for (n, a, v), (m, b, w) in pairs)
+    return object() if value.is_inference() else value._version
 
 
 _READ = _LastCall()

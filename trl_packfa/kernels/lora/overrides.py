@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_call
 from ...override import Override, computes_as, forward_slot, has_library_forward, override_in, runs_own_forward
-from ..liger import gated_by_liger, multiplies_by_liger
+from ..liger import gated_by_liger, is_swiglu_on_cuda, multiplies_by_liger
 from ..norms import source_of
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
@@ -47,7 +47,7 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 
 
 class GatedMLPOverride(Override):
-    """A gated MLP with LoRA layers, computed as one function.
+    """A gated MLP, computed as one function if it has LoRA layers.
 
     Liger's kernels compute the activation and the product with it, if they can.
     """
@@ -90,7 +90,7 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def lora_overrides(backbone: nn.Module, *, fused: bool, invocations: Invocations) -> list[Override]:
-    """Make the overrides of a backbone's LoRA layers and of the MLPs that contain some.
+    """Make the overrides of a backbone's LoRA layers, and of the MLPs that contain some or that Liger computes.
 
     If not `fused`, only overrides for activated adapters are made, also for layers that may get one later.
     """
@@ -100,16 +100,15 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, invocations: Invocations
         for module in backbone.modules()
         if is_adapted(module) and forward_slot(module) == "forward" and has_library_forward(module)
     ]
-    # Many architectures have Llama's MLP.
-    mlps = [m for m in backbone.modules() if computes_as(m, LlamaMLP.forward) and adapted_layers(m)]
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, invocations) for layer in layers]
-        found += [GatedMLPOverride(mlp) for mlp in mlps]
+        # Many architectures have Llama's MLP.
+        mlps = [module for module in backbone.modules() if computes_as(module, LlamaMLP.forward)]
+        found += [GatedMLPOverride(mlp) for mlp in mlps if adapted_layers(mlp) or is_swiglu_on_cuda(mlp)]
     taken = {id(override.module) for override in found}
-    others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
-    others = list({id(layer): layer for layer in others}.values())
-    return found + [ActivatedLoraOverride(layer, invocations) for layer in others]
+    others = {id(layer): layer for layer in (*layers, *activated_layers(backbone))}
+    return found + [ActivatedLoraOverride(layer, invocations) for key, layer in others.items() if key not in taken]
 
 
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
