@@ -5,7 +5,7 @@ Every message has three parts: what failed (with the values), why (every reason)
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
@@ -35,6 +35,19 @@ class PackingError(ValueError):
         if do:
             lines.append(do)
         super().__init__("\n".join(lines))
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Return numbers as text for a message, at most eight of them."""
+    return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
+
+
+def differing(one: Sequence[int], other: Sequence[int]) -> str:
+    """Return the part in which two sequences of numbers differ, as text for a message."""
+    pairs = enumerate(zip(one, other, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    where = f" (from number {first + 1} of {len(one)} on)" if first else ""
+    return f"{shown(one[first:])} and {shown(other[first:])}{where}"
 
 
 def first_line(error: BaseException) -> str:

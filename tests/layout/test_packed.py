@@ -69,7 +69,7 @@ def test_repeated_offsets_pad_cu_seqlens():
 
 @pytest.mark.parametrize(("build", "message"), [
     (lambda: PackedLayout.from_lengths([]), "must all be positive"),
-    (lambda: PackedLayout.from_lengths([3, 0]), r"must all be positive, got \[3, 0\]"),
+    (lambda: PackedLayout.from_lengths([3, 0]), "must all be positive, but document 1 has 0"),
     (lambda: PackedLayout.from_lengths([3, -1]), "must all be positive"),
     (lambda: PackedLayout.from_lengths([2.5, 3]), "must be integers"),
     (lambda: PackedLayout.from_lengths([2**31]), "2147483647 tokens at most"),

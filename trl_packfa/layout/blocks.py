@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import InvalidLayout, PackingError
+from ..errors import InvalidLayout, PackingError, shown
 from .shared_prefix import TokenGather
 
 # A block as `(start, stop)`, token numbers in the packed row.
@@ -91,6 +91,6 @@ def plan_blocks(
 
 def _not_inside(block: Block, lengths: Sequence[int]) -> InvalidLayout:
     return InvalidLayout(
-        f"block {block} is not inside a document: lengths {list(lengths)}.",
+        f"block {block} is not inside a document: lengths {shown(lengths)}.",
         do="Give each document blocks of its own, in the order of the row.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import InvalidLayout
+from ..errors import InvalidLayout, differing, shown
 from .packed import PackedLayout
 
 # Text, time, height, width: the axes that transformers' multimodal decoders take for packed text.
@@ -182,7 +182,7 @@ def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any]) -> None:
         # Lengths are compared, not offsets: some collators pad `cu_seq_lens_*` to a fixed size by repeated offsets.
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
         if told != layout.lengths:
-            raise _disagree(f"packed_layout and {name} disagree: lengths {list(layout.lengths)} and {list(told)}.")
+            raise _disagree(f"packed_layout and {name} disagree: lengths {differing(layout.lengths, told)}.")
 
 
 def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def _refuse_positions(
         moves = "jump" if host[at] > host[at - 1] else "restart"
         raise _disagree(
             f"boundaries and position_ids disagree: positions {moves} at token {at}, where no document begins "
-            f"(lengths {_shown(layout.lengths)})."
+            f"(lengths {shown(layout.lengths)})."
         )
     begins = host[~inside]
     if ignores_position_ids and begins.any():
@@ -247,14 +247,9 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
     changes, expected = (ids.cpu().diff(dim=1) != 0 for ids in (seq_idx, layout.document_ids()))
     if not torch.equal(changes, expected):
         row, column = (changes != expected).nonzero()[0].tolist()
-        where = f"token {column + 1} of row {row} (lengths {_shown(layout.lengths)})"
+        where = f"token {column + 1} of row {row} (lengths {shown(layout.lengths)})"
         raise _disagree(f"seq_idx and the boundaries disagree at {where}.")
 
 
 def _disagree(told: str) -> InvalidLayout:
     return InvalidLayout(told, do="Send both from one collator, or only one of them.")
-
-
-def _shown(lengths: tuple[int, ...]) -> str:
-    """Return the lengths as text for an error message, at most eight of them."""
-    return f"[{', '.join(map(str, lengths[:8]))}{', ...' if len(lengths) > 8 else ''}]"

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidLayout
+from ..errors import InvalidLayout, differing
 from .call_checks import (
     host_positions,
     is_ones,
@@ -91,7 +91,7 @@ def _from_flash_kwargs(call: dict[str, Any]) -> PackedLayout:
         offsets_k = require_offsets(call, "cu_seq_lens_k")
         if not torch.equal(offsets_q, offsets_k.to(offsets_q)):
             raise InvalidLayout(
-                f"cu_seq_lens_q {offsets_q.tolist()} and cu_seq_lens_k {offsets_k.tolist()} differ.",
+                f"cu_seq_lens_q and cu_seq_lens_k differ: {differing(offsets_q.tolist(), offsets_k.tolist())}.",
                 why=["in packed self-attention queries and keys are of the same documents"],
                 do="Send one tensor for both.",
             )

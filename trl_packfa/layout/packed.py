@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidLayout
+from ..errors import InvalidLayout, shown
 from .blocks import Blocks, plan_blocks
 from .prefix_tree import PrefixTree
 from .shard import RowShard
@@ -130,9 +130,11 @@ class PackedLayout:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
+            empty = [f"document {i} has {n}" for i, n in enumerate(self.lengths) if n < 1][:1] or [
+                "there is no document"
+            ]
             raise InvalidLayout(
-                f"document lengths must all be positive, got {list(self.lengths)}.",
-                do="Drop empty documents before packing.",
+                f"document lengths must all be positive, but {empty[0]}.", do="Drop empty documents before packing."
             )
         if self.cu_seqlens.shape != (len(self.lengths) + 1,) or self.cu_seqlens.dtype != torch.int32:
             raise InvalidLayout(
@@ -145,7 +147,7 @@ class PackedLayout:
         row_ends = range(self.row_length, self.num_tokens, self.row_length)
         if left_over := set(row_ends).difference(itertools.accumulate(self.lengths)):
             raise InvalidLayout(
-                f"a document crosses the end of a row: lengths {list(self.lengths)} in {self.rows} rows of "
+                f"a document crosses the end of a row: lengths {shown(self.lengths)} in {self.rows} rows of "
                 f"{self.row_length} tokens, no document ends at token {min(left_over)}.",
                 do="Let the last document of each row end with the row. Padding counts as one document.",
             )
@@ -195,10 +197,18 @@ class PackedLayout:
         # Offsets [0, 2, 5, 10] are lengths (2, 3, 5).
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
-            raise InvalidLayout(f"cu_seqlens must be one-dimensional and start at 0, got {offsets}.")
+            raise InvalidLayout(
+                f"cu_seqlens must be one-dimensional and start at 0, got {shown(cu_seqlens.flatten().tolist())} of shape "
+                f"{tuple(cu_seqlens.shape)}.",
+                do="Send offsets: 0, the end of the first document, and so on.",
+            )
         lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
         if min(lengths) < 0:
-            raise InvalidLayout(f"cu_seqlens must not decrease, got {offsets}.")
+            raise InvalidLayout(
+                f"cu_seqlens must not decrease, but offset {lengths.index(min(lengths)) + 1} is smaller than the one "
+                "before it.",
+                do="Send offsets: 0, the end of the first document, and so on.",
+            )
         if 0 in lengths:  # repeated offsets only pad cu_seqlens to a fixed size
             return cls.from_lengths([n for n in lengths if n], rows=rows, device=cu_seqlens.device)
         return cls(cu_seqlens.to(torch.int32), lengths, rows)

@@ -39,7 +39,7 @@ from .attention_interface import InterfaceOptions, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
-from .inspect import class_names, find_parts, forward_takes, inner_model
+from .inspect import class_names, find_parts, forward_takes, inner_model, model_type
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchState, find_state
@@ -74,9 +74,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
     if isinstance(patch, DocumentPatch) and options.backend != "auto":
         raise NoBackend(
-            f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
-            "document).",
-            why=["such a model's backbone runs document by document, with the model's own attention"],
+            f"attention backend '{options.backend}' cannot serve model type '{model_type(model)}'.",
+            why=["its backbone runs document by document, with the model's own attention (level document)"],
             do="Pass backend='auto' (trainers: attention_backend='auto'), and choose the model's attn_implementation.",
         )
     state = PatchState(

@@ -95,6 +95,7 @@ class HandedMasks:
         if found != {whole}:
             raise PackingError(
                 "some tokens of this batch see later tokens, others do not.",
+                why=["without pads, whole rows are computed in both directions, or in one"],
                 do="Patch the model with unpad=False.",
             )
         return True

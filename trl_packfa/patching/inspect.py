@@ -34,6 +34,9 @@ from ..patches.registry import get_patch_for_type
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# What to do about a patch that does not fit, by whether it is ours.
+_WHOSE = {True: "If transformers changed this architecture, please report it.", False: "Correct the patch's fields."}
+
 
 class ModelParts(NamedTuple):
     """Modules of a model that a patch works on."""
@@ -192,9 +195,9 @@ def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     found = [module for module in model.modules() if patch.backbone in class_names(module)]
     if len(found) != 1:
         raise UnsupportedModel(
-            f"the patch for {', '.join(patch.model_types)} expects one {patch.backbone}, found {len(found)} in "
+            f"the patch for '{model_type(model)}' expects one {patch.backbone}, found {len(found)} in "
             f"{type(model).__name__}.",
-            do="Patch the causal LM itself. If transformers changed this architecture, please report it.",
+            do=f"Patch the causal LM itself. {_WHOSE[patch.origin == 'trl_packfa']}",
         )
     return found[0]
 
@@ -276,7 +279,7 @@ def _find_rewritten(backbone: nn.Module, patch: AttentionPatch) -> dict[str, nn.
         raise UnsupportedModel(
             f"{patch.backbone} has {layers} layers, but {len(attention)} attention modules of class "
             f"{' or '.join(patch.attention)}.",
-            do="This architecture differs from the one that the patch was written for; please report it.",
+            do=f"The model differs from the one that the patch was written for. {_WHOSE[patch.origin == 'trl_packfa']}",
         )
     return attention
 

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention.base import AttentionArguments
 from ..attention.reference import dense_attention
 from ..compile import outside_of_graphs
-from ..errors import InvalidLayout
+from ..errors import InvalidLayout, differing
 from ..layout import PackedLayout
 from ..layout.call_checks import refuse_beside_cache
 from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, current_call, empty_mask, is_empty_mask
@@ -88,7 +88,7 @@ def _layout_of(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, A
     seen = None if call is None else call.layout
     if seen is not None and seen.lengths != told.lengths:
         raise InvalidLayout(
-            f"position_ids and the other boundaries disagree: lengths {list(seen.lengths)} and {list(told.lengths)}.",
+            f"position_ids and the other boundaries disagree: lengths {differing(seen.lengths, told.lengths)}.",
             do="Send both from one collator, or only one of them.",
         )
     return told

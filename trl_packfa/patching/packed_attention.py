@@ -90,7 +90,10 @@ _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
     """Raise [`PackingError`] for attention arguments that packed attention does not compute."""
     if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
-        raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
+        raise PackingError(
+            f"{type(module).__name__} attends in both directions, packed attention is causal.",
+            do="Pass padded batches to patch(model, unpad=True), which keeps such attention, or train padded.",
+        )
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if unknown:
         raise PackingError(
