@@ -12,7 +12,8 @@ from difflib import get_close_matches
 
 from ..errors import ContaminationError, PackingError
 from ..terminal import BARS_AS_LINES
-from . import COMMANDS, OWN_PARSERS, build_parser, name_of
+from ..versions import require_versions
+from . import COMMANDS, OWN_PARSERS, build_parser
 from .check import NOT_EXACT
 
 
@@ -25,14 +26,19 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     _bars_as_lines()
     argv, debug = _split_debug(argv)
-    if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
-        return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)
+    if argv and argv[0] in OWN_PARSERS:
+        return _guarded(lambda: _train_command(argv[0], argv[1:]), debug=debug)
     parser = build_parser()
-    if argv and (meant := get_close_matches(argv[0], [name_of(command) for command in COMMANDS], n=1)):
+    if argv and (meant := get_close_matches(argv[0], COMMANDS, n=1)):
         if argv[0] != meant[0]:
             parser.error(f"there is no command '{argv[0]}'. Did you mean {meant[0]}?")
     args = parser.parse_args(argv)
     return _guarded(lambda: args.run(args), debug=debug)
+
+
+def _train_command(name: str, argv: list[str]) -> int:
+    require_versions()
+    return OWN_PARSERS[name](argv)
 
 
 def _bars_as_lines() -> None:
