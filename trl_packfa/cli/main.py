@@ -11,10 +11,16 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from ..errors import ContaminationError, PackingError
-from ..terminal import BARS_AS_LINES
 from ..versions import require_versions
 from . import COMMANDS, OWN_PARSERS, build_parser
 from .check import NOT_EXACT
+
+# Defaults of tqdm in a pipe: no bar for work of less than five seconds, then one line every half minute.
+_BARS_AS_LINES = {
+    "TQDM_DELAY": "5",
+    "TQDM_MININTERVAL": "30",
+    "TQDM_BAR_FORMAT": "{desc}: {n_fmt}/{total_fmt}, {remaining} to go\n",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +53,7 @@ def _bars_as_lines() -> None:
     tqdm draws the bars of datasets and transformers. It reads its defaults from the environment at import.
     """
     if not sys.stderr.isatty() and "tqdm" not in sys.modules:
-        for name, value in BARS_AS_LINES.items():
+        for name, value in _BARS_AS_LINES.items():
             os.environ.setdefault(name, value)
 
 

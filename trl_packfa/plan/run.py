@@ -16,7 +16,6 @@ from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
 from ..plotting import require_matplotlib
-from ..terminal.progress import a_line_per_thing
 from ..trainers.base.model_loading import init_kwargs
 from ..trainers.base.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
@@ -48,7 +47,6 @@ class PlanArguments(ColumnChoice):
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
 
-@a_line_per_thing()
 def plan(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, read lengths, and show the plan. Return 0: the planned run can train."""
     # Users plan on machines without a GPU, so arguments that require one are turned off here.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -24,7 +22,6 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging as transformers_logging
 
 from ..packing import PackingReport
-from . import BARS_AS_LINES
 
 # Seconds between two lines of a check in a pipe, and the finished share from which the time left is estimated.
 _EVERY, _ENOUGH = 30.0, 0.05
@@ -58,46 +55,27 @@ def checking(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float]
 
 
 @contextmanager
-def a_line_per_thing() -> Iterator[None]:
-    """Turn off the bars of transformers and datasets if there is no terminal, because each refresh would be a line.
-
-    They stay on if [`BARS_AS_LINES`] is in the environment, which makes them print a line only now and then.
-    """
-    shown = sys.stderr.isatty() or BARS_AS_LINES.keys() <= os.environ.keys()
-    with nullcontext() if shown else without_bars():
-        yield
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Turn off the bars of transformers and datasets; restore them afterwards."""
-    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-        if dataset_bars:
-            enable_progress_bar()
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Show errors only and no bars; restore every level afterwards, because the process may have other work to log."""
     own = logging.getLogger("trl_packfa")
     level, verbosity = own.level, transformers_logging.get_verbosity()
+    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
     own.setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
     try:
-        with without_bars(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="torch")
             yield
     finally:
         own.setLevel(level)
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if dataset_bars:
+            enable_progress_bar()
 
 
 class _Times(ProgressColumn):
