@@ -11,8 +11,7 @@ from ..data.batching import FREE, Batching
 from ..data.epoch_plan import EpochPlan, plan_epoch
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
 from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
-from .compare import total_steps
-from .report import Plan
+from .report import Plan, total_steps
 
 # Memory sizes of GPUs for rent, in GB of 10^9 bytes.
 _CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)

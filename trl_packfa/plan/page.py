@@ -1,4 +1,4 @@
-"""The plan as one self-contained HTML page: the advice, the plots as one SVG, and the terminal's tables."""
+"""The plan as one self-contained HTML page: the plots as one SVG, and what the terminal shows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from rich.console import Console
 from ..data.batching import FREE, Batching
 from ..packing import STEP
 from ..plotting import draw_row, require_matplotlib
-from .compare import Outcome
-from .report import Plan
-from .terminal import LABELS, heading, headline, notes, print_tables
+from .report import Outcome, Plan
+from .terminal import LABELS, WIDTH, headline, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,31 +28,23 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 .headline b { font-size: 2.6rem; line-height: 1.1; display: block; } .headline { font-size: 1.1rem; }
 svg { width: 100%; height: auto; } svg text { fill: currentColor; } pre { overflow-x: auto; line-height: 1.2; }
 """
-_BINS, _WIDTH = 60, 150
+_BINS = 60
 
 
 def render(plan: Plan) -> str:
     """Return the HTML of the page; raise [`MissingPackage`] if matplotlib is not installed."""
-    number, what = headline(plan)
-    advice = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in plan.advice)
-    rest = "\n".join(f"<p>{escape(line)}</p>" for line in notes(plan))
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
-    print_tables(plan, console)
-    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    title, (number, what) = escape(f"Packing plan of {plan.source.name}"), headline(plan)
+    console = Console(record=True, file=io.StringIO(), width=WIDTH)
+    show(plan, console)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Packing plan of {escape(plan.source.name)}</title><style>{_STYLE}</style></head>
+<title>{title}</title><style>{_STYLE}</style></head>
 <body>
-<h1>Packing plan of {escape(plan.source.name)}</h1>
-<p>{escape(heading(plan))}</p>
+<h1>{title}</h1>
 <p class="headline"><b>{escape(number)}</b>{escape(what)}</p>
 {_plots(plan)}
-<ul>
-{advice}
-</ul>
-{tables}
-{rest}
+{console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")}
 </body>
 </html>
 """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import DatasetMixtureConfig, ScriptArguments
 
@@ -23,10 +25,9 @@ from ..trainers.requirements.training import Training
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
 from ..trainers.sft.script import load_splits
 from .advise import advise
-from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
-from .report import Plan
-from .terminal import show
+from .report import Plan, compare
+from .terminal import WIDTH, show
 
 
 @dataclass
@@ -68,7 +69,7 @@ def plan(argv: list[str]) -> int:
     if wanted.json:
         print(json.dumps(made.to_dict(), indent=2))
     else:
-        show(made)
+        show(made, Console(width=None if sys.stdout.isatty() else WIDTH))
         if wanted.html:
             print(f"\nThe same with plots: {wanted.html}")
     return 0
