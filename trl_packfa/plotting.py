@@ -11,6 +11,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .errors import InvalidLayout, MissingPackage
 from .layout import PackedLayout
 from .layout.from_call import layout_of
@@ -130,15 +132,14 @@ def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
 
     A column of a long row stands for several tokens.
     """
-    total = sum(tokens for tokens, _ in row)
-    step = -(-total // _COLUMNS)
-    document = [i for i, (tokens, _) in enumerate(row) for _ in range(tokens)][::step]
-    lines = []
-    for q in range(len(document)):
-        near = range(len(document)) if window is None else range(max(0, q - max(window // step, 1) + 1), q + 1)
-        seen = ["X" if k <= q and k in near and document[k] == document[q] else "." for k in range(len(document))]
-        lines.append(" ".join(seen))
-    return "\n".join(lines)
+    step = -(-sum(tokens for tokens, _ in row) // _COLUMNS)
+    document = np.repeat(range(len(row)), [tokens for tokens, _ in row])[::step]
+    place = np.arange(len(document))
+    behind = place[:, None] - place  # columns from the token attended to, on to the token that attends
+    seen = (document[:, None] == document) & (behind >= 0)
+    if window is not None:
+        seen &= behind < max(window // step, 1)
+    return "\n".join(" ".join("X" if cell else "." for cell in line) for line in seen)
 
 
 # File name of the loss curve in the folder of the trained model.

@@ -37,7 +37,7 @@ def built(name, preset, **options):
 
 
 def test_sides_are_read_as_they_are_written():
-    sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step", backends="auto,sdpa")
+    sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step,step/sdpa")
     assert [side.name for side in sides] == ["padding", "trl-bfd@2048x1", "bfd@64/sdpa", "step", "step/sdpa"]
     assert (sides[1].row, sides[1].rows) == (2048, 1)
     assert parse_sides("trl-bfd", contaminated="trl-bfd")[0].allowed

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -51,17 +52,15 @@ def test_eighty_columns_break_lines_between_words(tmp_path):
     assert "━" in shown(tmp_path, terminal=True, max_steps=1)[0]
 
 
-@pytest.mark.parametrize(
-    ("elapsed", "done", "left", "expected"),
-    [
-        (50.0, 1, 3, "0:00:50 elapsed, 0:02:30 to go"),  # slow steps too
-        (50.0, 0, 4, "0:00:50 elapsed"),
-        (50.0, 2, 0, "0:00:50 elapsed, 0:00:00 to go"),
-        (50.0, 1, -1, "0:00:50 elapsed, 0:00:00 to go"),
-    ],
-)
-def test_time_left_is_that_of_the_steps_left(elapsed, done, left, expected):
-    assert _times(elapsed, done, left) == expected
+@pytest.mark.parametrize(("elapsed", "began", "at", "expected"), [
+    (50.0, 0, 1, "0:00:50 elapsed, 0:02:30 to go"),  # slow steps too
+    (60.0, 1, 2, "0:01:00 elapsed, 0:02:00 to go"),  # at the pace of the steps since it was resumed
+    (50.0, 0, 0, "0:00:50 elapsed"),
+    (50.0, 2, 4, "0:00:50 elapsed, 0:00:00 to go"),
+    (50.0, 4, 5, "0:00:50 elapsed, 0:00:00 to go"),
+])  # fmt: skip
+def test_time_left_is_that_of_the_steps_left(elapsed, began, at, expected):
+    assert _times(SimpleNamespace(elapsed=elapsed, completed=at, total=4, fields={"began": began})) == expected
 
 
 def test_a_check_that_takes_longer_than_estimated_does_not_show_0_seconds(capsys, monkeypatch):

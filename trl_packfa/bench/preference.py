@@ -20,8 +20,9 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, get_peft_config
 
+from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
-from ..errors import InvalidConfig, InvalidDataset
+from ..errors import InvalidConfig
 from ..packing import STEP
 from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
 from ..trainers.padding_free.padding_free import padding_free
@@ -29,6 +30,8 @@ from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer
 from ..trainers.preference.kto import PackedKTOTrainer
 from ..trainers.preference.reward import PackedRewardTrainer
+from ..trainers.requirements.data import DATA, TEXTS
+from ..trainers.requirements.training import Training
 from .sides import Side, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -59,44 +62,18 @@ def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
     return lengths_of_pairs(dataset, PREFERENCES[trainer].packed._rows)[0].T.ravel()
 
 
-def pairs_of(dataset: Dataset) -> Dataset:
-    """Make preference pairs from a fine-tuning dataset.
-
-    An example's own answer is chosen, the next example's answer is rejected. A dataset with pairs stays unchanged.
-    Raise [`InvalidDataset`] if examples have no answer.
-    """
-    columns = set(dataset.column_names)
-    if "chosen" in columns or {"completion", "label"} <= columns:
-        return dataset
-    if {"prompt", "completion"} <= columns:
-        prompts, answers = dataset["prompt"], dataset["completion"]
-    elif "messages" in columns:
-        turns = [_answered(messages) for messages in dataset["messages"]]
-        prompts, answers = zip(*(turn for turn in turns if turn is not None), strict=True)
-    else:
-        raise InvalidDataset(
-            f"no pairs can be made of the columns {sorted(columns)}.",
-            why=["expected: 'chosen' and 'rejected', 'prompt' and 'completion', or 'messages'"],
-            do="Pass preference pairs, or examples with an answer.",
-        )
-    rows = [
-        {"prompt": prompt, "chosen": own, "rejected": other}
-        for prompt, own, other in zip(prompts, answers, [*answers[1:], answers[0]], strict=True)
-    ]
-    return Dataset.from_list(rows)
-
-
-def _answered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """Return the messages before the last answer, and the answer; `None` if there is no answer."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    return (messages[:last], [messages[last]]) if last else None
-
-
 def tokenized(
     parts: dict[str, Dataset], trainer: str, tokenizer: PreTrainedTokenizerBase, args: PackedSFTConfig
 ) -> dict[str, Dataset]:
-    """Tokenize pairs of text or messages with TRL's trainer, and cut them to `max_length` as its collator does."""
+    """Tokenize pairs of text or messages with TRL's trainer, and cut them to `max_length` as its collator does.
+
+    Raise [`InvalidDataset`] for other columns than the trainer's.
+    """
     wanted = PREFERENCES[trainer]
+    for name, part in parts.items():
+        given = {f"{name}_dataset": part, "processing_class": tokenizer}
+        run = Training(args, wanted.packed.__name__, given=given, formats=wanted.packed._columns)
+        require((*DATA, *TEXTS), run)
     cls: Any = LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
     shape: Any = {**_SMALL, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
     config = LlamaConfig(**shape)

@@ -105,13 +105,10 @@ class Side:
         return self.strategy + row + rows + (f"/{self.backend}" if self.backend != "auto" else "")
 
 
-def parse_sides(
-    strategies: str, *, backends: str = "auto", contaminated: str = "", trainer: str = "sft"
-) -> list[Side]:
+def parse_sides(strategies: str, *, contaminated: str = "", trainer: str = "sft") -> list[Side]:
     """Parse sides such as `padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies with optional rows and attention.
 
-    Our strategies without a named backend become one side for each of `backends`. Raise [`InvalidConfig`] for unknown
-    names, rows of a strategy without rows, and sides that are named twice.
+    Raise [`InvalidConfig`] for unknown names, rows of a strategy without rows, and sides that are named twice.
     """
     if trainer not in TRAINERS:
         raise InvalidConfig(f"there is no trainer '{trainer}'.", do=f"Choose from {', '.join(TRAINERS)}.")
@@ -120,7 +117,7 @@ def parse_sides(
         if name not in kinds:
             of = "" if trainer == "sft" else f" of --trainer {trainer}"
             raise InvalidConfig(f"there is no strategy '{name}'{of}.", do=f"Choose from {', '.join(kinds)}.")
-    sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed, trainer)]
+    sides = [_side(text, allowed, trainer) for text in _split(strategies)]
     twice = sorted({side.name for side in sides if sides.count(side) > 1})
     if twice or not sides:
         raise InvalidConfig(f"strategies='{strategies}': " + (f"{twice} more than once." if twice else "none."))
@@ -131,27 +128,23 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> list[Side]:
+def _side(text: str, allowed: list[str], trainer: str) -> Side:
     match = _NAME.fullmatch(text)
-    kind = TRAINERS[trainer][text.split("@")[0].split("/")[0]]
     if match is None:
         raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
-    if match["row"] and not kind.strategy.fills_rows:
-        raise InvalidConfig(f"'{text}': {match['strategy']} has no rows of a fixed length.", do="Drop the @.")
-    chosen = [match["backend"]] if match["backend"] else backends if kind.ours else ["auto"]
-    for backend in chosen:
-        if backend != "auto" and kind.ours:
-            get_backend(backend)
-        elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
-            raise InvalidConfig(
-                f"'{text}': TRL's own trainer has no attention '{backend}'.",
-                do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
-            )
-    size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
-    return [
-        Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
-        for b in chosen
-    ]
+    strategy, backend = match["strategy"], match["backend"] or "auto"
+    row, rows = (int(match[name]) if match[name] else None for name in ("row", "rows"))
+    side = Side(strategy, row, rows, backend, strategy in allowed, trainer)
+    if row and not side.kind.strategy.fills_rows:
+        raise InvalidConfig(f"'{text}': {strategy} has no rows of a fixed length.", do="Drop the @.")
+    if backend != "auto" and side.kind.ours:
+        get_backend(backend)
+    elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
+        raise InvalidConfig(
+            f"'{text}': TRL's own trainer has no attention '{backend}'.",
+            do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
+        )
+    return side
 
 
 def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any) -> SFTTrainer:

@@ -82,14 +82,17 @@ class _Times(ProgressColumn):
     """Column with the elapsed time of a run and the time left."""
 
     def render(self, task: Task) -> Text:
-        """Return the times as text; `task.fields["began"]` is the step at which the run began or resumed."""
-        done, left = task.completed - task.fields["began"], (task.total or 0) - task.completed
-        return Text(_times(task.elapsed or 0.0, done, left))
+        """Return the times as text."""
+        return Text(_times(task))
 
 
-def _times(elapsed: float, done: float, left: float) -> str:
-    """Return the elapsed seconds, and those that the steps left take at the pace of the done ones, as text."""
-    shown = f"{timedelta(seconds=round(elapsed))} elapsed"
+def _times(task: Task) -> str:
+    """Return the elapsed time, and the time left at the pace of the steps since `task.fields["began"]`, as text.
+
+    A run that was resumed began at a later step than 0.
+    """
+    elapsed, done = task.elapsed or 0.0, task.completed - task.fields["began"]
+    shown, left = f"{timedelta(seconds=round(elapsed))} elapsed", (task.total or 0) - task.completed
     return f"{shown}, {timedelta(seconds=round(max(elapsed / done * left, 0.0)))} to go" if done > 0 else shown
 
 
@@ -104,7 +107,6 @@ class RichProgressCallback(TrainerCallback):
         # The bar of a run, on the main process only.
         self.progress: Progress | None = None
         self.shown, self.evaluated = "", 0
-        self.began: tuple[float, int] = (0.0, 0)
         # Step and loss of every evaluation, by name of the dataset.
         self.eval_losses: dict[str, list[tuple[int, float]]] = {}
 
@@ -122,7 +124,6 @@ class RichProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar on the main process."""
         self.shown, self.evaluated, self.eval_losses = "", 0, {}
-        self.began = (time.perf_counter(), state.global_step)
         if not state.is_world_process_zero:
             return
         bar = (BarColumn(),) if self.console.width >= _WIDE else ()
@@ -147,7 +148,7 @@ class RichProgressCallback(TrainerCallback):
         self._update(shown=self.shown)
         line = _described(logs, _IN_LINE)
         if not self.console.is_terminal:
-            line.append(self._times(state))  # on a terminal, the bar shows them
+            line.append(_times(self.progress.tasks[0]))  # on a terminal, the bar shows them
         self._say(state, *line)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -185,11 +186,6 @@ class RichProgressCallback(TrainerCallback):
     def _update(self, **fields: Any) -> None:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], **fields)
-
-    def _times(self, state: TrainerState) -> str:
-        """Return the elapsed time and the time left; steps before a resumption do not count."""
-        elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
-        return _times(elapsed, done, state.max_steps - state.global_step)
 
     def _say(self, state: TrainerState, *parts: str) -> None:
         self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))
