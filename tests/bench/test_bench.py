@@ -16,7 +16,7 @@ from trl_packfa.bench import process
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import FEWEST_STEPS, Result
 from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.measuring import PeakMemory, StepCounter
+from trl_packfa.bench.measuring import StepCounter
 from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
@@ -241,7 +241,7 @@ def test_without_a_trace_the_last_step_ends_the_training(preset, lengths_file, t
     save(read_arguments(argv), preset, tmp_path)
     channel, resets = Commands(STEP, STEP, STEP, FINISH), []
     monkeypatch.setattr(process, "start_trace", lambda: pytest.fail("traced"))
-    monkeypatch.setattr(PeakMemory, "reset", lambda self: resets.append(len(channel.answers)))
+    monkeypatch.setattr(process, "reset_peak", lambda: resets.append(len(channel.answers)))
     run(argv, Side("padding"), preset, tmp_path, channel)
     assert [set(answer) >= {"tokens", "seconds"} for answer in channel.answers] == [False, True, True, True, False]
     assert channel.answers[-1]["trace"] == {} and not channel.left and resets == [2]

@@ -105,8 +105,6 @@ class Result:
             "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in self.steps),
             "ratio": asdict(compare(self, base)),
             "peak_bytes": self.end["peak_bytes"],
-            "bytes_before_steps": self.end["bytes_before"],
-            "life_peak_bytes": self.end["life_peak_bytes"],
             "steps_per_epoch": self.facts["steps_per_epoch"],
             "tokens_per_step": self.total("tokens") / len(self.steps),
             "micro_batches_per_step": self.total("micro_batches") / len(self.steps),
