@@ -6,7 +6,6 @@ Such a side is TRL's own padded trainer, the same trainer through [`padding_free
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,7 +23,7 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import STEP
-from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
+from ..trainers.base.model_loading import init_kwargs
 from ..trainers.padding_free.padding_free import padding_free
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer
@@ -32,11 +31,11 @@ from ..trainers.preference.kto import PackedKTOTrainer
 from ..trainers.preference.reward import PackedRewardTrainer
 from ..trainers.requirements.data import DATA, TEXTS
 from ..trainers.requirements.training import Training
-from .sides import Side, upstream_kwargs
+from .sides import UNUSED, Side, quantization, shared_fields, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-# Fields that have another meaning in `SFTConfig`.
-_OTHERWISE = ("loss_type", "padding_free", "use_liger_kernel")
+# Fields that have another meaning, or other values, in the config for texts.
+_OTHERWISE = ("loss_type", "overflow", "padding_free", "use_liger_kernel")
 
 
 class Preference(NamedTuple):
@@ -131,34 +130,26 @@ def build_preference_trainer(
     side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any
 ) -> Any:
     """Build the trainer of a side on pairs, as [`build_trainer`] does; refuse `use_liger_kernel`."""
-    wanted = PREFERENCES[side.trainer]
     if args.use_liger_kernel:
         raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Remove it.")
-    known = {f.name for f in fields(wanted.config) if f.init} & {f.name for f in fields(PackedSFTConfig) if f.init}
-    given = {name: getattr(args, name) for name in known - set(_OTHERWISE)}
-    given |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
+    wanted = PREFERENCES[side.trainer]
+    packs = side.kind.strategy == STEP
+    cls, config = (wanted.packed, wanted.packed._config) if packs else (wanted.trainer, wanted.config)
+    given = {name: value for name, value in shared_fields(args, config).items() if name not in _OTHERWISE}
+    given |= {**UNUSED, **overrides}
     if side.trainer == "kto":
         given |= {"train_sampling_strategy": "sequential"}
-    adapter = get_peft_config(args)
-    if adapter is not None:
-        adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
-    packs = side.kind.strategy == STEP
-    options: dict[str, Any] = {
-        "model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
-    }
     if packs:
-        options |= {"attention_backend": side.backend, "fused_kernels": args.fused_kernels}
-        options |= {"max_tokens_per_microbatch": args.max_tokens_per_microbatch}
-        # The model is loaded with the adapter and the quantization that are passed below.
-        options |= {"use_peft": False, "dtype": args.dtype, "check_packing": args.check_packing}
+        given |= {"attention_backend": side.backend}
+        loading: dict[str, Any] = {}
+    else:
+        given |= {"model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)}
+        adapter = get_peft_config(args)
+        if adapter is not None:
+            adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
+        loading = {"peft_config": adapter, **quantization(model, args)}
     # TRL's constructor seeds, so a classifier's new head has the same weights on every side.
-    made = as_prepared(wanted.packed if packs else wanted.trainer)(
-        model,
-        args=(wanted.packed._config if packs else wanted.config)(**{**given, **overrides, **options}),
-        **data,
-        quantization_config=quantization_of(config_of(model, args).model_type, args),
-        peft_config=adapter,
-    )
+    made = as_prepared(cls)(model, args=config(**given), **data, **loading)
     if packs or not side.kind.ours:
         return made
     options = {**args.patch_options, "backend": side.backend, **side.kind.options}

@@ -78,6 +78,8 @@ _OF_OTHERS = {
     "step": Kind(STEP),
 }
 TRAINERS = {"sft": KINDS, "dpo": _OF_OTHERS, "reward": _OF_OTHERS, "kto": _OF_OTHERS}
+# What a benchmark never does, whatever the arguments say.
+UNUSED = {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 
 
@@ -153,28 +155,29 @@ def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str,
     `data` holds its arguments `train_dataset`, `eval_dataset` (documents that are already tokenized and cut) and
     `processing_class`. Raise [`InvalidConfig`] if its rows are too short for the longest document.
     """
-    options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"])}
+    strategy, config = side.kind.strategy, PackedSFTConfig if side.kind.ours else SFTConfig
     # The documents have labels and are cut already, so options that would do this again are off.
+    options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"]), **UNUSED}
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
-    options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
-        strategy = side.kind.strategy
         budget = args.max_tokens_per_microbatch if strategy.recuts_steps else None
-        given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
-        given |= {"packing_strategy": strategy.name, **options, "attention_backend": side.backend}
-        trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
-        if side.kind.micro_batch is not None:
-            trainer._run_micro_batch = side.kind.micro_batch(trainer)
-        return trainer
-    given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
-    kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
-    return SFTTrainer(
-        model,
-        SFTConfig(**{**kept, **given, **options, "model_init_kwargs": upstream_kwargs(side, model, args)}),
-        quantization_config=quantization_of(config_of(model, args).model_type, args),
-        peft_config=get_peft_config(args),
-        **data,
-    )
+        given = {"packing_strategy": strategy.name, "max_tokens_per_microbatch": budget, "overflow": "truncate"}
+        options |= {"attention_backend": side.backend}
+    else:
+        given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
+        options |= {"model_init_kwargs": upstream_kwargs(side, model, args)}
+    own_args: Any = config(**{**shared_fields(args, config), **given, **options})
+    if not side.kind.ours:
+        return SFTTrainer(model, own_args, peft_config=get_peft_config(args), **quantization(model, args), **data)
+    trainer = PackedSFTTrainer(model, own_args, **data)
+    if side.kind.micro_batch is not None:
+        trainer._run_micro_batch = side.kind.micro_batch(trainer)
+    return trainer
+
+
+def quantization(model: str, args: PackedSFTConfig) -> dict[str, Any]:
+    """Return the argument of TRL's own trainers that quantizes a model as the arguments say."""
+    return {"quantization_config": quantization_of(config_of(model, args).model_type, args)}
 
 
 def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, Any]:
@@ -182,10 +185,10 @@ def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, 
     return {**init_kwargs(args), "attn_implementation": upstream_attention(model, args, named=side.backend).name}
 
 
-def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
-    """Return the given config fields without the strategy, because each side has its own."""
-    names = {f.name for f in fields(cls) if f.init} - {"packing_strategy"}
-    return {name: getattr(args, name) for name in names}
+def shared_fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
+    """Return the config fields that `cls` has, too, without the strategy, because each side has its own."""
+    names = {f.name for f in fields(cls) if f.init} & {f.name for f in fields(args) if f.init}
+    return {name: getattr(args, name) for name in names - {"packing_strategy"}}
 
 
 def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str, Any]:
