@@ -71,7 +71,7 @@ def plot(
     rows = _rows(layout)
     figure = Figure(figsize=(4.2 * len(rows), 4.2), layout="constrained")
     for i, row in enumerate(rows):
-        draw_row(figure.add_subplot(1, len(rows), i + 1), row, sliding_window)
+        _draw_row(figure.add_subplot(1, len(rows), i + 1), row, sliding_window)
     if path is not None:
         try:
             figure.savefig(path)
@@ -104,7 +104,7 @@ def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
     return rows
 
 
-def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
+def _draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None) -> None:
     """Draw one row on matplotlib axes, from the (number of tokens, is padding) of each document."""
     from matplotlib.patches import Polygon, Rectangle
     from matplotlib.ticker import MaxNLocator

@@ -26,7 +26,7 @@ def test_the_page_stands_alone(tmp_path, saved):
     shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
     plan = made(tmp_path, shape=shape)
     page = render(plan)
-    assert page.count("<svg") == 1 and page.count('id="axes_') == 6 and "<script" not in page and "@import" not in page
+    assert page.count("<svg") == 1 and page.count('id="axes_') == 5 and "<script" not in page and "@import" not in page
     outside = [t for t in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", page) if not t.startswith("#")]
     assert outside == []
     found = re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1))

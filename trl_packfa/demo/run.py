@@ -12,8 +12,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM, set_seed
 
 from ..cli.train import bench, train
 from ..data.files import load_dataset_dict
@@ -24,7 +23,7 @@ from .corpus import docstring_dataset
 _COMPARED_STEPS = 5
 # The loss of these held-out documents is measured twice. More documents would take longer than the training.
 _HELD_OUT = 64
-_VOCAB_SIZE, _EOS, _PAD = 8192, "<|eos|>", "<|pad|>"
+_VOCAB_SIZE = 8192
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -86,37 +85,10 @@ def _dataset(name: str | None) -> DatasetDict:
 
 
 def _save_untrained(dataset: Dataset, folder: Path) -> None:
-    """Train a tokenizer on the dataset, and save it with a model of random weights."""
-    tokenizer = train_tokenizer(dataset)
-    model = build_model(tokenizer)
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    print(
-        f"a Llama of {parameters:.1f} M random weights and a tokenizer of {len(tokenizer):,} tokens. LoRA on random "
-        "weights learns little, so all weights are trained first, packed, in about a minute"
-    )
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def train_tokenizer(dataset: Dataset) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on prompts and completions."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
-        special_tokens=[_PAD, _EOS],  # ids 0 and 1
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [a + b for a, b in zip(dataset["prompt"], dataset["completion"], strict=True)]
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_PAD)
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Build a Llama of about 19 M parameters: 8 layers, hidden size 384, grouped-query attention, untied LM head."""
+    """Save a Llama of random weights (8 layers, grouped-query attention) and a tokenizer that the dataset trains."""
+    texts = [prompt + completion for prompt, completion in zip(dataset["prompt"], dataset["completion"], strict=True)]
+    empty = GPT2TokenizerFast(unk_token=None, bos_token=None, eos_token="<|eos|>", pad_token="<|pad|>")
+    tokenizer = empty.train_new_from_iterator(texts, _VOCAB_SIZE, show_progress=False)
     set_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -126,8 +98,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        pad_token_id=0,
-        eos_token_id=1,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    print(
+        f"a Llama of {model.num_parameters() / 1e6:.1f} M random weights, a tokenizer of {len(tokenizer):,} tokens. "
+        "LoRA on random weights learns little, so all weights are trained first, packed, in about a minute"
+    )
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
