@@ -180,10 +180,10 @@ def test_wrong_arguments_are_one_message(argv, message, capsys):
     assert "making" not in captured.out + captured.err, "nothing is made for a run that cannot be"
 
 
-def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
-    one = Result(Side("step"))
-    one.stepped({"seconds": 1.0}, setup(preset))
-    one.stepped(None, setup(preset))
+def test_data_that_ends_before_the_clock_runs_is_a_failure():
+    one = Result(Side("step"), untimed=2)
+    one.stepped({"seconds": 1.0}, max_steps=10)
+    one.stepped(None, max_steps=10)
     assert "the data lasts for 1 steps, none of them timed" in one.failure
 
 

@@ -22,10 +22,9 @@ def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
     one = Result(parse_sides(name)[0])
     one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9, "remark": ""}
     alike = {"computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0, "compiled": 0}
-    one.steps = [{**alike, "seconds": s, "tokens": tokens + i, "fingerprint": i, "cpu_seconds": share * s}
-                 for i, s in enumerate(seconds)]  # fmt: skip
-    one.end = {"peak_bytes": 1, "eval_loss": None, "attention": "sdpa",
-               "trace": {}}  # fmt: skip
+    one.every_step = [{**alike, "seconds": s, "tokens": tokens + i, "fingerprint": i, "cpu_seconds": share * s}
+                      for i, s in enumerate(seconds)]  # fmt: skip
+    one.end = {"peak_bytes": 1, "eval_loss": None, "attention": "sdpa", "trace": {}}
     return one
 
 

@@ -70,7 +70,7 @@ def run_bench(setup: Setup) -> dict[str, Any]:
         dataset: Any = load_from_disk(str(folder / "train"))
         data = facts(dataset, setup.bench.trainer)
         _tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
-        results = [Result(side) for side in setup.sides]
+        results = [Result(side, untimed=setup.bench.untimed_steps) for side in setup.sides]
         config = AutoConfig.from_pretrained(model)
         peak = Peak(config, setup.args)
         head = {"environment": environment(), "arguments": setup.argv, "data": {**data._asdict(), "report": lost}}
@@ -196,12 +196,12 @@ def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak
                 with result.failing():
                     if result.is_running:
                         event = process.ask(STEP)
-                        result.stepped(event, setup)
+                        result.stepped(event, max_steps=setup.args.max_steps)
                         if event is not None:
                             journal.write(side=result.side.name, timed=bool(result.steps), **event)
             rounds += 1
             peak.measure()
-            seconds = [f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure]
+            seconds = [f"{r.side.name} {r.every_step[-1]['seconds']:.2f} s" for r in results if not r.failure]
             _tell(f"step {rounds}: {', '.join(seconds)}")
         for result, process in sides:
             with result.failing():
