@@ -44,7 +44,7 @@ FLOORS = [
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
     "exactness", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
     "trainers.requirements", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
-    "frameworks", "plan", "demo", "bench", "cli", "__main__",
+    "frameworks", "plan", "bench", "demo", "cli", "__main__",
 ]  # fmt: skip
 # Folders that know nothing of Hugging Face's libraries.
 BARE = {"layout", "packing", "attention"}

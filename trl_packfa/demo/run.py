@@ -12,11 +12,12 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 from rich.console import Console
-from transformers import GPT2TokenizerFast, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
-from ..cli.train import bench, train
+from ..bench.run import bench
 from ..data.files import load_dataset_dict
 from ..terminal.progress import quiet
+from ..trainers.sft.script import train
 from .corpus import docstring_dataset
 
 # Padded and packed training are compared on the same few steps.
@@ -87,7 +88,7 @@ def _dataset(name: str | None) -> DatasetDict:
 def _save_untrained(dataset: Dataset, folder: Path) -> None:
     """Save a Llama of random weights (8 layers, grouped-query attention) and a tokenizer that the dataset trains."""
     texts = [prompt + completion for prompt, completion in zip(dataset["prompt"], dataset["completion"], strict=True)]
-    empty = GPT2TokenizerFast(unk_token=None, bos_token=None, eos_token="<|eos|>", pad_token="<|pad|>")
+    empty = GPT2Tokenizer(pad_token="<|pad|>")
     tokenizer = empty.train_new_from_iterator(texts, _VOCAB_SIZE, show_progress=False)
     set_seed(0)
     config = LlamaConfig(
