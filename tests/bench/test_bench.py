@@ -132,17 +132,6 @@ def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
     assert train.column_names == ["input_ids", "labels"] and -100 in train[0]["labels"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("[3, 0]", "is not a list of document lengths"),
-    ("[]", "is not a list of document lengths"),
-    ("{", "cannot read lengths"),
-])  # fmt: skip
-def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
-    (tmp_path / "bad.json").write_text(content)
-    with pytest.raises(InvalidDataset, match=message):
-        read_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")))
-
-
 @pytest.mark.parametrize("recipe", ["paper", "llama3_8b", "automodel", "qlora_8b"])
 def test_the_recipes_for_a_gpu_are_read(recipe, tmp_path):
     """Equal work on every side, five timed steps or more of sides that are compared, documents that fit the rows."""

@@ -5,7 +5,6 @@ Such a side is TRL's own padded trainer, the same trainer through [`padding_free
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -148,18 +147,11 @@ def build_preference_trainer(
         if adapter is not None:
             adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
         loading = {"peft_config": adapter, **quantization(model, args)}
+    # The dataset is tokenized already.
+    prepared = type(cls.__name__, (cls,), {"_prepare_dataset": lambda self, dataset, *args, **kwargs: dataset})
     # TRL's constructor seeds, so a classifier's new head has the same weights on every side.
-    made = as_prepared(cls)(model, args=config(**given), **data, **loading)
+    made: Any = prepared(model, args=config(**given), **data, **loading)
     if packs or not side.kind.ours:
         return made
     options = {**args.patch_options, "backend": side.backend, **side.kind.options}
     return padding_free(made, check_first_batch=args.check_packing, **options)
-
-
-def as_prepared(cls: type) -> Callable[..., Any]:
-    """Return a subclass of one of TRL's trainers that uses a tokenized dataset unchanged."""
-
-    def prepared(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset
-
-    return type(cls.__name__, (cls,), {"_prepare_dataset": prepared})

@@ -160,7 +160,8 @@ def model_path(setup: Setup, folder: Path) -> str:
     options = {
         "dtype": setup.args.dtype or "float32", "tokenizer": setup.bench.tokenizer, "seed": setup.args.seed
     }  # fmt: skip
-    path = folder / "model" if kept is None else Path(kept) / "-".join(map(_word, (name, *options.values())))
+    described = "-".join(map(str, (name, *options.values())))
+    path = folder / "model" if kept is None else Path(kept) / re.sub(r"[^\w-]+", "_", described)
     if kept is None or not path.exists():
         _tell(f"making {name} with random weights ...")
         made = path.with_name(path.name + ".part")  # what is cut off is made again
@@ -170,10 +171,6 @@ def model_path(setup: Setup, folder: Path) -> str:
         save_preset_apart(name, made, **options)
         made.rename(path)
     return str(path)
-
-
-def _word(value: Any) -> str:
-    return re.sub(r"\W+", "_", str(value))
 
 
 def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak: Peak, journal: Journal) -> None:
