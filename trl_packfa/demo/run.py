@@ -101,7 +101,7 @@ def _save_untrained(dataset: Dataset, folder: Path) -> None:
         max_position_embeddings=2048,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
+        bos_token_id=tokenizer.bos_token_id,
     )
     model = LlamaForCausalLM(config)
     print(
