@@ -27,7 +27,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
 from trl_packfa.bench.data import MIXES
 from trl_packfa.bench.environment import large_heap
-from trl_packfa.bench.measuring import PeakMemory
+from trl_packfa.bench.measuring import peak_bytes, reset_peak
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.data.flops import best_seconds, matmul_flops
 from trl_packfa.errors import InvalidConfig
@@ -189,15 +189,15 @@ def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[s
     shapes = [(tokens, number, heads.dim) for number in (heads.query, heads.key_value, heads.key_value)]
     tensors = [torch.randn(s, device=_DEVICE, dtype=_DTYPE, requires_grad=True) for s in shapes]
     upstream, attend = torch.randn_like(tensors[0]), attend_with(side, layout, heads)
-    memory, seconds = PeakMemory(), []
-    memory.reset()
+    reset_peak()
+    before, seconds = peak_bytes(), []
     while sum(seconds[_WARM_UP:]) < _SECONDS:
         start = time.perf_counter()
         attend(*tensors).backward(upstream)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": memory.peak() - memory.before}
+    return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": peak_bytes() - before}
 
 
 def attention_sides(request: AttentionRequest) -> dict[str, str]:

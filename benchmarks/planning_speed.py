@@ -23,7 +23,7 @@ from attention_speed import draw_lengths
 from datasets import Dataset
 from rank_balance import QUADRATIC
 
-from trl_packfa.bench.measuring import PeakMemory
+from trl_packfa.bench.measuring import peak_bytes, reset_peak
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.data.batching import Batching
 from trl_packfa.data.dataset import read_lengths
@@ -109,8 +109,8 @@ def _saved(path: Path, documents: int, rng: np.random.Generator) -> Dataset:
 
 
 def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, Any]:
-    memory = PeakMemory()
-    memory.reset()
+    reset_peak()
+    before = peak_bytes()
     start = time.perf_counter()
     act()
     seconds = time.perf_counter() - start
@@ -119,7 +119,7 @@ def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, An
         "documents": documents,
         "seconds": round(seconds, 3),
         "documents/s": round(documents / seconds),
-        "peak MB added": round((memory.peak() - memory.before) / 1e6, 1),
+        "peak MB added": round((peak_bytes() - before) / 1e6, 1),
     }
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import DataCollatorForPacking, patch, shard_batch
-from trl_packfa.bench.measuring import reset_resident_peak
+from trl_packfa.bench.measuring import reset_peak
 from trl_packfa.memory import resident_peak
 
 VOCABULARY, DOCUMENT = 1024, 1024
@@ -67,7 +67,7 @@ def measure_memory(rank: int, world: int, length: int, out: Any) -> None:
     for tokens in (2 * DOCUMENT, length):  # a short row first, so that gradients and workspaces exist
         batch = shard_batch(row(tokens), mesh) if world > 1 else row(tokens)
         before = psutil.Process().memory_info().rss
-        reset_resident_peak()
+        reset_peak()
         loss_of(model, batch, tokens).backward()
     out[rank] = resident_peak() - before
 

@@ -11,6 +11,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .errors import InvalidLayout, MissingPackage
 from .layout import PackedLayout
 from .layout.from_call import layout_of
@@ -69,7 +71,7 @@ def plot(
     rows = _rows(layout)
     figure = Figure(figsize=(4.2 * len(rows), 4.2), layout="constrained")
     for i, row in enumerate(rows):
-        draw_row(figure.add_subplot(1, len(rows), i + 1), row, sliding_window)
+        _draw_row(figure.add_subplot(1, len(rows), i + 1), row, sliding_window)
     if path is not None:
         try:
             figure.savefig(path)
@@ -102,7 +104,7 @@ def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
     return rows
 
 
-def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
+def _draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None) -> None:
     """Draw one row on matplotlib axes, from the (number of tokens, is padding) of each document."""
     from matplotlib.patches import Polygon, Rectangle
     from matplotlib.ticker import MaxNLocator
@@ -130,15 +132,14 @@ def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
 
     A column of a long row stands for several tokens.
     """
-    total = sum(tokens for tokens, _ in row)
-    step = -(-total // _COLUMNS)
-    document = [i for i, (tokens, _) in enumerate(row) for _ in range(tokens)][::step]
-    lines = []
-    for q in range(len(document)):
-        near = range(len(document)) if window is None else range(max(0, q - max(window // step, 1) + 1), q + 1)
-        seen = ["X" if k <= q and k in near and document[k] == document[q] else "." for k in range(len(document))]
-        lines.append(" ".join(seen))
-    return "\n".join(lines)
+    step = -(-sum(tokens for tokens, _ in row) // _COLUMNS)
+    document = np.repeat(range(len(row)), [tokens for tokens, _ in row])[::step]
+    place = np.arange(len(document))
+    behind = place[:, None] - place  # columns from the token attended to, on to the token that attends
+    seen = (document[:, None] == document) & (behind >= 0)
+    if window is not None:
+        seen &= behind < max(window // step, 1)
+    return "\n".join(" ".join("X" if cell else "." for cell in line) for line in seen)
 
 
 # File name of the loss curve in the folder of the trained model.

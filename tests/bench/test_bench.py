@@ -16,7 +16,7 @@ from trl_packfa.bench import process
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import FEWEST_STEPS, Result
 from trl_packfa.bench.data import every_length, facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.measuring import PeakMemory, StepCounter
+from trl_packfa.bench.measuring import StepCounter
 from trl_packfa.bench.process import FINISH, STEP, SideFailed, SideProcess, leaks, run
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
@@ -37,7 +37,7 @@ def built(name, preset, **options):
 
 
 def test_sides_are_read_as_they_are_written():
-    sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step", backends="auto,sdpa")
+    sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step,step/sdpa")
     assert [side.name for side in sides] == ["padding", "trl-bfd@2048x1", "bfd@64/sdpa", "step", "step/sdpa"]
     assert (sides[1].row, sides[1].rows) == (2048, 1)
     assert parse_sides("trl-bfd", contaminated="trl-bfd")[0].allowed
@@ -132,17 +132,6 @@ def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
     assert train.column_names == ["input_ids", "labels"] and -100 in train[0]["labels"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("[3, 0]", "is not a list of document lengths"),
-    ("[]", "is not a list of document lengths"),
-    ("{", "cannot read lengths"),
-])  # fmt: skip
-def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
-    (tmp_path / "bad.json").write_text(content)
-    with pytest.raises(InvalidDataset, match=message):
-        read_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")))
-
-
 @pytest.mark.parametrize("recipe", ["paper", "llama3_8b", "automodel", "qlora_8b"])
 def test_the_recipes_for_a_gpu_are_read(recipe, tmp_path):
     """Equal work on every side, five timed steps or more of sides that are compared, documents that fit the rows."""
@@ -180,10 +169,10 @@ def test_wrong_arguments_are_one_message(argv, message, capsys):
     assert "making" not in captured.out + captured.err, "nothing is made for a run that cannot be"
 
 
-def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
-    one = Result(Side("step"))
-    one.stepped({"seconds": 1.0}, setup(preset))
-    one.stepped(None, setup(preset))
+def test_data_that_ends_before_the_clock_runs_is_a_failure():
+    one = Result(Side("step"), untimed=2)
+    one.stepped({"seconds": 1.0}, max_steps=10)
+    one.stepped(None, max_steps=10)
     assert "the data lasts for 1 steps, none of them timed" in one.failure
 
 
@@ -241,7 +230,7 @@ def test_without_a_trace_the_last_step_ends_the_training(preset, lengths_file, t
     save(read_arguments(argv), preset, tmp_path)
     channel, resets = Commands(STEP, STEP, STEP, FINISH), []
     monkeypatch.setattr(process, "start_trace", lambda: pytest.fail("traced"))
-    monkeypatch.setattr(PeakMemory, "reset", lambda self: resets.append(len(channel.answers)))
+    monkeypatch.setattr(process, "reset_peak", lambda: resets.append(len(channel.answers)))
     run(argv, Side("padding"), preset, tmp_path, channel)
     assert [set(answer) >= {"tokens", "seconds"} for answer in channel.answers] == [False, True, True, True, False]
     assert channel.answers[-1]["trace"] == {} and not channel.left and resets == [2]

@@ -10,7 +10,7 @@ import torch
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
-from trl_packfa.bench.measuring import PeakMemory, summary
+from trl_packfa.bench.measuring import peak_bytes, reset_peak, summary
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, save_plot, speed_rows
@@ -22,10 +22,9 @@ def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
     one = Result(parse_sides(name)[0])
     one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9, "remark": ""}
     alike = {"computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0, "compiled": 0}
-    one.steps = [{**alike, "seconds": s, "tokens": tokens + i, "fingerprint": i, "cpu_seconds": share * s}
-                 for i, s in enumerate(seconds)]  # fmt: skip
-    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa",
-               "trace": {}}  # fmt: skip
+    one.every_step = [{**alike, "seconds": s, "tokens": tokens + i, "fingerprint": i, "cpu_seconds": share * s}
+                      for i, s in enumerate(seconds)]  # fmt: skip
+    one.end = {"peak_bytes": 1, "eval_loss": None, "attention": "sdpa", "trace": {}}
     return one
 
 
@@ -118,7 +117,7 @@ def test_the_peak_is_the_best_of_a_run(monkeypatch):
 
 
 def test_memory_is_that_of_the_steps_alone(monkeypatch):
-    """On a GPU: what torch allocated, counted anew when the weights are there; the whole life's peak beside it."""
+    """On a GPU: what torch allocated, counted anew when the weights are there."""
     gpu = SimpleNamespace(now=16, peak=20)
 
     def forget():
@@ -127,10 +126,10 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: gpu.peak)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", forget)
-    memory = PeakMemory()
-    memory.reset()
+    reset_peak()
+    assert peak_bytes() == 16
     gpu.peak = 18
-    assert (memory.peak(), memory.before, memory.life) == (18, 16, 20)
+    assert peak_bytes() == 18
 
 
 @pytest.mark.parametrize(("on_gpu", "waits"), [(False, 6 / 4), (True, (9 - 1) / 4)])

@@ -13,12 +13,11 @@ from training import arguments
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.data import facts
-from trl_packfa.bench.preference import PREFERENCES, pairs_of, random_pairs, row_lengths, tokenized
+from trl_packfa.bench.preference import PREFERENCES, random_pairs, row_lengths, tokenized
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
 LENGTHS = [9, 21, 14, 5, 30, 8, 17, 12] * 6
-QUESTIONS = [{"role": "user", "content": "a b"}]
 
 
 def test_a_trainer_has_strategies_of_its_own():
@@ -28,20 +27,6 @@ def test_a_trainer_has_strategies_of_its_own():
     assert [side.name for side in read_arguments(["--model", "tiny"]).sides] == ["padding", "step"]
     with pytest.raises(InvalidConfig, match=r"no strategy 'bfd' of --trainer dpo.\nChoose from .*, step"):
         read_arguments(["--model", "tiny", "--trainer", "dpo", "--strategies", "padding,bfd"])
-
-
-def test_pairs_are_made_of_what_fine_tuning_takes():
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
-    made = pairs_of(Dataset.from_list(rows))
-    assert made[0] == {"prompt": "a", "chosen": "b", "rejected": "d"}
-    assert made[1] == {"prompt": "c", "chosen": "d", "rejected": "b"}
-    talks = [[*QUESTIONS, {"role": "assistant", "content": text}, *QUESTIONS] for text in "xy"]
-    made = pairs_of(Dataset.from_list([{"messages": talk} for talk in [*talks, QUESTIONS]]))
-    assert len(made) == 2  # the last example has no answer
-    assert (made[0]["prompt"], made[0]["chosen"], made[0]["rejected"]) == (QUESTIONS, talks[0][1:2], talks[1][1:2])
-    assert pairs_of(made) is made
-    with pytest.raises(InvalidDataset, match=r"no pairs can be made of the columns \['text'\]"):
-        pairs_of(Dataset.from_list([{"text": "a"}]))
 
 
 @pytest.mark.parametrize("trainer", PREFERENCES)
@@ -56,11 +41,14 @@ def test_random_pairs_have_the_lengths_that_were_asked_for(trainer):
 @pytest.mark.parametrize("trainer", PREFERENCES)
 def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
     args = arguments(PackedSFTConfig, tmp_path, max_length=12)
-    rows = [{"prompt": tiny.words(3, seed=n), "completion": tiny.words(n, seed=9)} for n in (3, 6, 9, 14)]
-    parts = {"train": pairs_of(Dataset.from_list(rows)), "eval": pairs_of(Dataset.from_list(rows[:2]))}
+    answers = [(tiny.words(n, seed=9), tiny.words(other, seed=9)) for n, other in ((3, 6), (6, 9), (9, 14), (14, 3))]
+    rows = [{"prompt": tiny.words(3, seed=1), "chosen": one, "rejected": other} for one, other in answers]
+    parts = {"train": Dataset.from_list(rows), "eval": Dataset.from_list(rows[:2])}
     made = tokenized(parts, trainer, tiny.tokenizer(), args)
     assert set(made["train"].column_names) == set(PREFERENCES[trainer].columns)
     assert len(made["eval"]) and np.max(row_lengths(made["train"], trainer)) <= 12
+    with pytest.raises(InvalidDataset, match=r"has columns \['text'\](.|\n)*wanted: 'chosen' and 'rejected'|'label'"):
+        tokenized({"train": Dataset.from_list([{"text": "a"}])}, trainer, tiny.tokenizer(), args)
 
 
 @pytest.mark.slow

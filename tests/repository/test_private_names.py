@@ -22,7 +22,7 @@ SOURCES -= {ROOT / "trl_packfa" / "upstream.py"}
 # Not those that are ours wherever they lie, and not the public methods of named tuples.
 NAME = re.compile(r"_(?!_|trl_packfa|replace\b|asdict\b|fields\b)\w+")
 # Private names of our trainers that other files of ours read.
-OURS = {"_add_noise", "_config", "_data", "_require_check", "_rows", "_run_micro_batch", "_settle_tokens"}
+OURS = {"_add_noise", "_columns", "_config", "_data", "_require_check", "_rows", "_run_micro_batch", "_settle_tokens"}
 # Methods of strings, and a function, whose arguments are parts of names.
 OF_PARTS = {"startswith", "endswith", "removeprefix", "removesuffix", "sub"}
 UPSTREAM = ("trl", "transformers", "accelerate", "peft", "datasets", "torch")

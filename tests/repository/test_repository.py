@@ -44,7 +44,7 @@ FLOORS = [
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
     "exactness", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
     "trainers.requirements", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
-    "frameworks", "plan", "demo", "bench", "package", "cli", "__main__",
+    "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
 ]  # fmt: skip
 FACE = ("package",)  # the public names of `trl_packfa`, which load any of the trainers
 # Folders that know nothing of Hugging Face's libraries.

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -14,7 +15,6 @@ from rich.console import Console
 from tiny_models import small_model
 from training import arguments, dataset, packed_trainer
 
-from trl_packfa.cli.main import main
 from trl_packfa.plotting import save_loss_curve
 from trl_packfa.terminal.progress import RichProgressCallback, _times, checking
 
@@ -52,17 +52,15 @@ def test_eighty_columns_break_lines_between_words(tmp_path):
     assert "━" in shown(tmp_path, terminal=True, max_steps=1)[0]
 
 
-@pytest.mark.parametrize(
-    ("elapsed", "done", "left", "expected"),
-    [
-        (50.0, 1, 3, "0:00:50 elapsed, 0:02:30 to go"),  # slow steps too
-        (50.0, 0, 4, "0:00:50 elapsed"),
-        (50.0, 2, 0, "0:00:50 elapsed, 0:00:00 to go"),
-        (50.0, 1, -1, "0:00:50 elapsed, 0:00:00 to go"),
-    ],
-)
-def test_time_left_is_that_of_the_steps_left(elapsed, done, left, expected):
-    assert _times(elapsed, done, left) == expected
+@pytest.mark.parametrize(("elapsed", "began", "at", "expected"), [
+    (50.0, 0, 1, "0:00:50 elapsed, 0:02:30 to go"),  # slow steps too
+    (60.0, 1, 2, "0:01:00 elapsed, 0:02:00 to go"),  # at the pace of the steps since it was resumed
+    (50.0, 0, 0, "0:00:50 elapsed"),
+    (50.0, 2, 4, "0:00:50 elapsed, 0:00:00 to go"),
+    (50.0, 4, 5, "0:00:50 elapsed, 0:00:00 to go"),
+])  # fmt: skip
+def test_time_left_is_that_of_the_steps_left(elapsed, began, at, expected):
+    assert _times(SimpleNamespace(elapsed=elapsed, completed=at, total=4, fields={"began": began})) == expected
 
 
 def test_a_check_that_takes_longer_than_estimated_does_not_show_0_seconds(capsys, monkeypatch):
@@ -106,27 +104,31 @@ def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
         assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s", text)
 
 
-def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
-    """No bars, whose refreshes would be lines; counts once, in the table; the check as a table with its time."""
+def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch):
+    """No bars, whose refreshes would be lines; counts once, in the table; the check as a table with its time.
+
+    In a process of its own, as tqdm reads its defaults when it is imported.
+    """
     monkeypatch.chdir(tmp_path)
     tiny.save("model", small_model("qwen3"))
     Path("data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f " * (n + 1)}) for n in range(12)))
-    argv = "train --model_name_or_path model --dataset_name data.jsonl --output_dir out --max_steps 4 --max_length 16"
-    argv += " --use_cpu true --bf16 false --report_to none --save_steps 2 --per_device_train_batch_size 2"
     data = "--model_name_or_path model --dataset_name data.jsonl"
-    capfd.readouterr()
-    assert main(["plan", *data.split()]) == 0 and main(["check", "model"]) == 0
-    assert not re.search(r"\d(it|s|examples)/s", "".join(capfd.readouterr())), "bars of datasets and of weights"
-    assert main(argv.split()) == 0
-    out, err = capfd.readouterr()
-    assert "it/s]" not in out + err and "examples/s]" not in out + err
+    train = f"train {data} --output_dir out --max_steps 4 --max_length 16"
+    train += " --use_cpu true --bf16 false --report_to none --save_steps 2 --per_device_train_batch_size 2"
+    again = f"{train} --resume_from_checkpoint last --max_steps 6"
+    commands = [f"plan {data}", "check model", train, again, "merge out merged"]
+    code = "import sys\nfrom trl_packfa.cli.main import main\nfor command in sys.argv[1:]:\n"
+    code += (
+        "    assert main(command.split()) == 0\n    print('<end>', flush=True)\n    print('<end>', file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
+    assert not re.search(r"\d(it|s|examples)/s", ran.stdout + ran.stderr), "bars of datasets and of weights"
+    out, err = (stream.split("<end>\n")[2] for stream in (ran.stdout, ran.stderr))
     assert out.startswith("loading model, tokenizing data.jsonl ...\n")
     assert (out + err).count("tokens lost") == 1 and out.count("exactness check: exact, in ") == 1
     assert "padding that a padded run would compute" in out and "worst layer, packed against alone" in out
-    assert main([*argv.split(), "--resume_from_checkpoint", "last", "--max_steps", "6"]) == 0
-    assert "exactness check: exact, checked before checkpoint-4; nothing has changed since" in capfd.readouterr().out
-    assert main(["merge", "out", "merged"]) == 0
-    assert not re.search(r"\d(it|s)/s", "".join(capfd.readouterr()))
+    resumed = ran.stdout.split("<end>\n")[3]
+    assert "exactness check: exact, checked before checkpoint-4; nothing has changed since" in resumed
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
@@ -144,11 +146,11 @@ def test_in_a_pipe_what_takes_long_writes_lines(tmp_path):
     """As tqdm reads it of the environment, before it is imported: in a process of its own."""
     code = (
         "import sys, time\nfrom trl_packfa.cli import main\nmain._bars_as_lines()\n"
-        "from trl_packfa.terminal.progress import a_line_per_thing\nfrom datasets import Dataset\n"
+        "from datasets import Dataset\n"
         "data = Dataset.from_list([{'a': n} for n in range(3)])\nimport tqdm\n"
         "now = iter(range(0, 10**6, 40))\n"
         "tqdm.std.time = lambda: next(now)\n"
-        "with a_line_per_thing(): data.map(lambda row: row, desc='Tokenizing')\n"
+        "data.map(lambda row: row, desc='Tokenizing')\n"
     )
     options = {"capture_output": True, "text": True, "check": True, "env": {**os.environ, "COLUMNS": "80"}}
     ran = subprocess.run([sys.executable, "-c", code], **options)

@@ -66,9 +66,6 @@ class BenchArguments:
     base: str | None = field(
         default=None, metadata={"help": "Strategy that is the base of all ratios (default: the first)."}
     )
-    backends: str = field(
-        default="auto", metadata={"help": "Attention backends of our strategies, separated by commas; each is a side."}
-    )
     contaminated: str = field(
         default="",
         metadata={"help": "Strategies to compare even if documents see each other, separated by commas."},
@@ -111,9 +108,7 @@ def read_arguments(argv: list[str]) -> Setup:
     bench, script, args, mixture = parse(classes, argv, prog="trl-packfa bench", defaults=defaults)
     _require_sense(bench, args)
     default = "padding,step" if bench.trainer == "sft" else "padding,padding_free,step"
-    sides = parse_sides(
-        bench.strategies or default, backends=bench.backends, contaminated=bench.contaminated, trainer=bench.trainer
-    )
+    sides = parse_sides(bench.strategies or default, contaminated=bench.contaminated, trainer=bench.trainer)
     if bench.base is not None and bench.base not in [side.name for side in sides]:
         raise InvalidConfig(
             f"base='{bench.base}' is no side.", do=f"Choose from {', '.join(side.name for side in sides)}."

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidConfig
-from .arguments import Setup
 from .data import Facts
 from .process import SideFailed
 from .sides import Side
@@ -31,8 +30,8 @@ class Result:
     side: Side
     failure: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    warm_up: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    every_step: list[dict[str, Any]] = field(default_factory=list)
+    untimed: int = 0  # of these steps, at the beginning
     end: dict[str, Any] = field(default_factory=dict)
     is_over: bool = False
 
@@ -42,10 +41,9 @@ class Result:
         return not self.failure and not self.is_over
 
     @property
-    def last_seconds(self) -> float:
-        """Seconds of the last step."""
-        steps = [*self.warm_up, *self.steps]
-        return steps[-1]["seconds"] if steps else 0.0
+    def steps(self) -> list[dict[str, Any]]:
+        """The timed steps."""
+        return self.every_step[self.untimed :]
 
     def built(self, facts: dict[str, Any]) -> None:
         """Record the facts of a built trainer; fail it if documents see each other, unless that is allowed."""
@@ -56,17 +54,14 @@ class Result:
                 f"pass --contaminated {self.side.strategy} to measure it anyway"
             )
 
-    def stepped(self, event: dict[str, Any] | None, setup: Setup) -> None:
-        """Record a finished step; `None` means that no step is left."""
-        if event is None:
-            self.is_over = True
-        elif len(self.warm_up) < setup.bench.untimed_steps:
-            self.warm_up.append(event)
-        else:
-            self.steps.append(event)
-            self.is_over = len(self.steps) == setup.args.max_steps
+    def stepped(self, event: dict[str, Any] | None, *, max_steps: int) -> None:
+        """Record a finished step; `None` means that no step is left. `max_steps` are timed, all if it is negative."""
+        self.every_step += [event] if event is not None else []
+        self.is_over = event is None or len(self.steps) == max_steps
         if self.is_over and not self.steps:
-            self.failure = f"the data lasts for {len(self.warm_up)} steps, none of them timed; raise num_train_epochs"
+            self.failure = (
+                f"the data lasts for {len(self.every_step)} steps, none of them timed; raise num_train_epochs"
+            )
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -105,14 +100,12 @@ class Result:
             "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in self.steps),
             "ratio": asdict(compare(self, base)),
             "peak_bytes": self.end["peak_bytes"],
-            "bytes_before_steps": self.end["bytes_before"],
-            "life_peak_bytes": self.end["life_peak_bytes"],
             "steps_per_epoch": self.facts["steps_per_epoch"],
             "tokens_per_step": self.total("tokens") / len(self.steps),
             "micro_batches_per_step": self.total("micro_batches") / len(self.steps),
             "fill": self.total("tokens") / self.total("computed"),
             "largest_micro_batch": max(step["largest"] for step in self.steps),
-            "first_loss": (self.warm_up or self.steps)[0]["loss"],
+            "first_loss": self.every_step[0]["loss"],
             "final_loss": self.steps[-1]["loss"],
             "validation_loss": self.end["eval_loss"],
             "mfu": flops * self.rate / peak if flops else None,
@@ -202,8 +195,7 @@ def _other_examples(first: Result, second: Result) -> list[str]:
     """Return a message if two sides keep the padded run's order but a step holds different tokens."""
     if not (first.side.kind.in_order and second.side.kind.in_order):
         return []
-    pairs = zip([*first.warm_up, *first.steps], [*second.warm_up, *second.steps], strict=False)
-    for number, (mine, theirs) in enumerate(pairs, 1):
+    for number, (mine, theirs) in enumerate(zip(first.every_step, second.every_step, strict=False), 1):
         if (mine["tokens"], mine["fingerprint"]) != (theirs["tokens"], theirs["fingerprint"]):
             return [f"step {number} holds other examples: {mine['tokens']} and {theirs['tokens']} tokens"]
     return []

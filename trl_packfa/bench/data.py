@@ -89,11 +89,7 @@ def read_documents(setup: Setup) -> Documents:
         lengths = every_length(setup.bench.lengths, seed=setup.args.seed)
         _require_a_step(len(lengths), setup)
         return lengths
-    if setup.bench.trainer == "sft":
-        return _named_parts(setup)
-    from .preference import pairs_of  # TRL's other trainers take seconds to import
-
-    return _named_parts(setup, prepare=pairs_of)
+    return _named_parts(setup)
 
 
 def save_documents(setup: Setup, documents: Documents, model: str, folder: Path) -> dict[str, Any]:
@@ -135,8 +131,8 @@ def _parts(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]
     return preference.tokenized(documents, trainer, tokenizer, args)
 
 
-def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda part: part) -> dict[str, Dataset]:
-    """Return the splits for training and validation, after `prepare`."""
+def _named_parts(setup: Setup) -> dict[str, Dataset]:
+    """Return the splits for training and validation."""
     name = setup.bench.dataset or setup.script.dataset_name
     if setup.mixture.datasets:
         found: Any = get_dataset(setup.mixture)
@@ -149,12 +145,12 @@ def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda pa
         raise InvalidDataset(
             f"the dataset has no split '{split}', only {sorted(found)}.", do="Set dataset_train_split."
         )
-    documents = prepare(found[split])
+    documents = found[split]
     if setup.bench.documents is not None:
         documents = documents.select(range(min(setup.bench.documents, len(documents))))
     if held_out in found and setup.bench.eval_documents:
         few = min(setup.bench.eval_documents, len(found[held_out]))
-        return {"train": documents, "eval": prepare(found[held_out]).select(range(few))}
+        return {"train": documents, "eval": found[held_out].select(range(few))}
     return _hold_out(documents, setup)
 
 

@@ -5,8 +5,6 @@ Such a side is TRL's own padded trainer, the same trainer through [`padding_free
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,20 +18,23 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, get_peft_config
 
+from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
-from ..errors import InvalidConfig, InvalidDataset
+from ..errors import InvalidConfig
 from ..packing import STEP
-from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
+from ..trainers.base.model_loading import init_kwargs
 from ..trainers.padding_free.padding_free import padding_free
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer
 from ..trainers.preference.kto import PackedKTOTrainer
 from ..trainers.preference.reward import PackedRewardTrainer
-from .sides import Side, upstream_kwargs
+from ..trainers.requirements.data import DATA, TEXTS
+from ..trainers.requirements.training import Training
+from .sides import UNUSED, Side, quantization, shared_fields, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-# Fields that have another meaning in `SFTConfig`.
-_OTHERWISE = ("loss_type", "padding_free", "use_liger_kernel")
+# Fields that have another meaning, or other values, in the config for texts.
+_OTHERWISE = ("loss_type", "overflow", "padding_free", "use_liger_kernel")
 
 
 class Preference(NamedTuple):
@@ -59,44 +60,18 @@ def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
     return lengths_of_pairs(dataset, PREFERENCES[trainer].packed._rows)[0].T.ravel()
 
 
-def pairs_of(dataset: Dataset) -> Dataset:
-    """Make preference pairs from a fine-tuning dataset.
-
-    An example's own answer is chosen, the next example's answer is rejected. A dataset with pairs stays unchanged.
-    Raise [`InvalidDataset`] if examples have no answer.
-    """
-    columns = set(dataset.column_names)
-    if "chosen" in columns or {"completion", "label"} <= columns:
-        return dataset
-    if {"prompt", "completion"} <= columns:
-        prompts, answers = dataset["prompt"], dataset["completion"]
-    elif "messages" in columns:
-        turns = [_answered(messages) for messages in dataset["messages"]]
-        prompts, answers = zip(*(turn for turn in turns if turn is not None), strict=True)
-    else:
-        raise InvalidDataset(
-            f"no pairs can be made of the columns {sorted(columns)}.",
-            why=["expected: 'chosen' and 'rejected', 'prompt' and 'completion', or 'messages'"],
-            do="Pass preference pairs, or examples with an answer.",
-        )
-    rows = [
-        {"prompt": prompt, "chosen": own, "rejected": other}
-        for prompt, own, other in zip(prompts, answers, [*answers[1:], answers[0]], strict=True)
-    ]
-    return Dataset.from_list(rows)
-
-
-def _answered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """Return the messages before the last answer, and the answer; `None` if there is no answer."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    return (messages[:last], [messages[last]]) if last else None
-
-
 def tokenized(
     parts: dict[str, Dataset], trainer: str, tokenizer: PreTrainedTokenizerBase, args: PackedSFTConfig
 ) -> dict[str, Dataset]:
-    """Tokenize pairs of text or messages with TRL's trainer, and cut them to `max_length` as its collator does."""
+    """Tokenize pairs of text or messages with TRL's trainer, and cut them to `max_length` as its collator does.
+
+    Raise [`InvalidDataset`] for other columns than the trainer's.
+    """
     wanted = PREFERENCES[trainer]
+    for name, part in parts.items():
+        given = {f"{name}_dataset": part, "processing_class": tokenizer}
+        run = Training(args, wanted.packed.__name__, given=given, formats=wanted.packed._columns)
+        require((*DATA, *TEXTS), run)
     cls: Any = LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
     shape: Any = {**_SMALL, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
     config = LlamaConfig(**shape)
@@ -154,44 +129,29 @@ def build_preference_trainer(
     side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any
 ) -> Any:
     """Build the trainer of a side on pairs, as [`build_trainer`] does; refuse `use_liger_kernel`."""
-    wanted = PREFERENCES[side.trainer]
     if args.use_liger_kernel:
         raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Remove it.")
-    known = {f.name for f in fields(wanted.config) if f.init} & {f.name for f in fields(PackedSFTConfig) if f.init}
-    given = {name: getattr(args, name) for name in known - set(_OTHERWISE)}
-    given |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
+    wanted = PREFERENCES[side.trainer]
+    packs = side.kind.strategy == STEP
+    cls, config = (wanted.packed, wanted.packed._config) if packs else (wanted.trainer, wanted.config)
+    given = {name: value for name, value in shared_fields(args, config).items() if name not in _OTHERWISE}
+    given |= {**UNUSED, **overrides}
     if side.trainer == "kto":
         given |= {"train_sampling_strategy": "sequential"}
-    adapter = get_peft_config(args)
-    if adapter is not None:
-        adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
-    packs = side.kind.strategy == STEP
-    options: dict[str, Any] = {
-        "model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
-    }
     if packs:
-        options |= {"attention_backend": side.backend, "fused_kernels": args.fused_kernels}
-        options |= {"max_tokens_per_microbatch": args.max_tokens_per_microbatch}
-        # The model is loaded with the adapter and the quantization that are passed below.
-        options |= {"use_peft": False, "dtype": args.dtype, "check_packing": args.check_packing}
+        given |= {"attention_backend": side.backend}
+        loading: dict[str, Any] = {}
+    else:
+        given |= {"model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)}
+        adapter = get_peft_config(args)
+        if adapter is not None:
+            adapter.task_type = "SEQ_CLS" if side.trainer == "reward" else "CAUSAL_LM"
+        loading = {"peft_config": adapter, **quantization(model, args)}
+    # The dataset is tokenized already.
+    prepared = type(cls.__name__, (cls,), {"_prepare_dataset": lambda self, dataset, *args, **kwargs: dataset})
     # TRL's constructor seeds, so a classifier's new head has the same weights on every side.
-    made = as_prepared(wanted.packed if packs else wanted.trainer)(
-        model,
-        args=(wanted.packed._config if packs else wanted.config)(**{**given, **overrides, **options}),
-        **data,
-        quantization_config=quantization_of(config_of(model, args).model_type, args),
-        peft_config=adapter,
-    )
+    made: Any = prepared(model, args=config(**given), **data, **loading)
     if packs or not side.kind.ours:
         return made
     options = {**args.patch_options, "backend": side.backend, **side.kind.options}
     return padding_free(made, check_first_batch=args.check_packing, **options)
-
-
-def as_prepared(cls: type) -> Callable[..., Any]:
-    """Return a subclass of one of TRL's trainers that uses a tokenized dataset unchanged."""
-
-    def prepared(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        return dataset
-
-    return type(cls.__name__, (cls,), {"_prepare_dataset": prepared})

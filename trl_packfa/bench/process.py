@@ -25,7 +25,7 @@ from ..exactness.compare import largest, share
 from ..exactness.subject import rounding_dtype
 from .arguments import read_arguments
 from .environment import ALLOCATOR, large_heap
-from .measuring import PeakMemory, StepCounter, Work, compiled_graphs, start_trace, summary
+from .measuring import StepCounter, compiled_graphs, peak_bytes, reset_peak, start_trace, summary
 from .sides import Side, attention_of, build_trainer, upstream_attention
 
 STEP, FINISH = "step", "finish"
@@ -42,15 +42,13 @@ class SideFailed(Exception):
 class Pacer(TrainerCallback):
     """Callback that pauses the training between two steps until the next command."""
 
-    def __init__(
-        self, channel: Connection, counter: StepCounter, memory: PeakMemory, *, untimed_steps: int, traces: bool
-    ) -> None:
-        self.channel, self.counter, self.memory = channel, counter, memory
+    def __init__(self, channel: Connection, counter: StepCounter, *, untimed_steps: int, traces: bool) -> None:
+        self.channel, self.counter = channel, counter
         self.untimed_steps, self.traces = untimed_steps, traces
         self.started, self.cpu_started, self.graphs = 0.0, 0.0, 0
         self.finished = False  # the last command was FINISH
         self.trace: profile | None = None
-        self.traced: Work | None = None
+        self.traced: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for a command."""
@@ -64,14 +62,14 @@ class Pacer(TrainerCallback):
         _synchronize()
         if self.trace is not None:
             self.trace.stop()
-            self.traced = self.counter.take()
+            self.traced = summary(self.trace, micro_batches=self.counter.take().micro_batches)
             control.should_training_stop = True
             return
         seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
         figures = {"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": compiled_graphs() - self.graphs}
         self.channel.send({**figures, **self.counter.take()._asdict()})
         if state.global_step == self.untimed_steps:
-            self.memory.reset()
+            reset_peak()
         if state.global_step < state.max_steps:  # after the last step, no step could answer a command
             self._wait(control)
 
@@ -103,22 +101,19 @@ def run(argv: list[str], side: Side, model: str, folder: Path, channel: Connecti
     trainer = build(side, setup.args, model, data, output_dir=str(folder / "output"), **steps)
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    memory = PeakMemory()
     remark = "" if side.kind.ours else upstream_attention(model, setup.args, named=side.backend).remark
     channel.send({**_facts(trainer, side), "remark": remark})
-    pacer = Pacer(
-        channel, StepCounter(trainer), memory, untimed_steps=setup.bench.untimed_steps, traces=setup.bench.trace
-    )
+    counter = StepCounter(trainer)
+    pacer = Pacer(channel, counter, untimed_steps=setup.bench.untimed_steps, traces=setup.bench.trace)
     trainer.add_callback(pacer)
     trainer.train()
-    peak = memory.peak()
+    figures: dict[str, Any] = {"peak_bytes": peak_bytes()}
     while not pacer.finished and channel.recv() != FINISH:
         channel.send(None)
-    loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
-    figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
-    attention = attention_of(trainer) if side.kind.trains else None
-    traced = pacer.trace and pacer.traced and summary(pacer.trace, micro_batches=pacer.traced.micro_batches)
-    channel.send({**figures, "attention": attention, "trace": traced or {}})
+    evaluates = data["eval_dataset"] is not None and side.kind.trains
+    figures["eval_loss"] = trainer.evaluate()["eval_loss"] if evaluates else None
+    figures["attention"] = attention_of(trainer) if side.kind.trains else None
+    channel.send({**figures, "trace": pacer.traced})
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:

@@ -18,15 +18,41 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..config.sft import PackedSFTConfig
 from ..data.flops import ModelFlops
+from ..plotting import require_matplotlib
+from ..terminal import print_table
+from ..terminal.progress import quiet
 from ..trainers.sft.throughput import known_peak, peak_flops
-from .arguments import Setup
+from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
 from .process import FINISH, STEP, SideProcess
+from .table import heading, remarks, save_plot, speed_rows, training_rows
 
 _PEAK_SECONDS = 0.1
+
+
+def bench(argv: list[str]) -> int:
+    """Run the benchmark with these flags and print its tables. Return the exit code: 0 done, 1 if a side failed."""
+    setup = read_arguments(argv)
+    wanted = setup.bench
+    if wanted.plot:
+        require_matplotlib("--plot")  # before anything is measured
+    with quiet():
+        report = run_bench(setup)
+    print(heading(report))
+    print_table(speed_rows(report))
+    print_table(training_rows(report))
+    for line in remarks(report):
+        print(f"! {line}")
+    for side in report["sides"] if wanted.profile else []:
+        print(f"{side['side']}, one step:")
+        operations = side.get("operations", [])
+        print_table([{"operation": name, "calls": calls, "own ms": ms} for name, calls, ms in operations])
+    if wanted.plot:
+        save_plot(report, wanted.plot)
+    return int(any("failed" in side for side in report["sides"]))
 
 
 def run_bench(setup: Setup) -> dict[str, Any]:
@@ -44,7 +70,7 @@ def run_bench(setup: Setup) -> dict[str, Any]:
         dataset: Any = load_from_disk(str(folder / "train"))
         data = facts(dataset, setup.bench.trainer)
         _tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
-        results = [Result(side) for side in setup.sides]
+        results = [Result(side, untimed=setup.bench.untimed_steps) for side in setup.sides]
         config = AutoConfig.from_pretrained(model)
         peak = Peak(config, setup.args)
         head = {"environment": environment(), "arguments": setup.argv, "data": {**data._asdict(), "report": lost}}
@@ -134,7 +160,8 @@ def model_path(setup: Setup, folder: Path) -> str:
     options = {
         "dtype": setup.args.dtype or "float32", "tokenizer": setup.bench.tokenizer, "seed": setup.args.seed
     }  # fmt: skip
-    path = folder / "model" if kept is None else Path(kept) / "-".join(map(_word, (name, *options.values())))
+    described = "-".join(map(str, (name, *options.values())))
+    path = folder / "model" if kept is None else Path(kept) / re.sub(r"[^\w-]+", "_", described)
     if kept is None or not path.exists():
         _tell(f"making {name} with random weights ...")
         made = path.with_name(path.name + ".part")  # what is cut off is made again
@@ -144,10 +171,6 @@ def model_path(setup: Setup, folder: Path) -> str:
         save_preset_apart(name, made, **options)
         made.rename(path)
     return str(path)
-
-
-def _word(value: Any) -> str:
-    return re.sub(r"\W+", "_", str(value))
 
 
 def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak: Peak, journal: Journal) -> None:
@@ -170,12 +193,12 @@ def _measure(results: list[Result], setup: Setup, model: str, folder: Path, peak
                 with result.failing():
                     if result.is_running:
                         event = process.ask(STEP)
-                        result.stepped(event, setup)
+                        result.stepped(event, max_steps=setup.args.max_steps)
                         if event is not None:
                             journal.write(side=result.side.name, timed=bool(result.steps), **event)
             rounds += 1
             peak.measure()
-            seconds = [f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure]
+            seconds = [f"{r.side.name} {r.every_step[-1]['seconds']:.2f} s" for r in results if not r.failure]
             _tell(f"step {rounds}: {', '.join(seconds)}")
         for result, process in sides:
             with result.failing():

@@ -78,6 +78,8 @@ _OF_OTHERS = {
     "step": Kind(STEP),
 }
 TRAINERS = {"sft": KINDS, "dpo": _OF_OTHERS, "reward": _OF_OTHERS, "kto": _OF_OTHERS}
+# What a benchmark never does, whatever the arguments say.
+UNUSED = {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 
 
@@ -105,13 +107,10 @@ class Side:
         return self.strategy + row + rows + (f"/{self.backend}" if self.backend != "auto" else "")
 
 
-def parse_sides(
-    strategies: str, *, backends: str = "auto", contaminated: str = "", trainer: str = "sft"
-) -> list[Side]:
+def parse_sides(strategies: str, *, contaminated: str = "", trainer: str = "sft") -> list[Side]:
     """Parse sides such as `padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies with optional rows and attention.
 
-    Our strategies without a named backend become one side for each of `backends`. Raise [`InvalidConfig`] for unknown
-    names, rows of a strategy without rows, and sides that are named twice.
+    Raise [`InvalidConfig`] for unknown names, rows of a strategy without rows, and sides that are named twice.
     """
     if trainer not in TRAINERS:
         raise InvalidConfig(f"there is no trainer '{trainer}'.", do=f"Choose from {', '.join(TRAINERS)}.")
@@ -120,7 +119,7 @@ def parse_sides(
         if name not in kinds:
             of = "" if trainer == "sft" else f" of --trainer {trainer}"
             raise InvalidConfig(f"there is no strategy '{name}'{of}.", do=f"Choose from {', '.join(kinds)}.")
-    sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed, trainer)]
+    sides = [_side(text, allowed, trainer) for text in _split(strategies)]
     twice = sorted({side.name for side in sides if sides.count(side) > 1})
     if twice or not sides:
         raise InvalidConfig(f"strategies='{strategies}': " + (f"{twice} more than once." if twice else "none."))
@@ -131,27 +130,23 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> list[Side]:
+def _side(text: str, allowed: list[str], trainer: str) -> Side:
     match = _NAME.fullmatch(text)
-    kind = TRAINERS[trainer][text.split("@")[0].split("/")[0]]
     if match is None:
         raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
-    if match["row"] and not kind.strategy.fills_rows:
-        raise InvalidConfig(f"'{text}': {match['strategy']} has no rows of a fixed length.", do="Drop the @.")
-    chosen = [match["backend"]] if match["backend"] else backends if kind.ours else ["auto"]
-    for backend in chosen:
-        if backend != "auto" and kind.ours:
-            get_backend(backend)
-        elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
-            raise InvalidConfig(
-                f"'{text}': TRL's own trainer has no attention '{backend}'.",
-                do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
-            )
-    size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
-    return [
-        Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
-        for b in chosen
-    ]
+    strategy, backend = match["strategy"], match["backend"] or "auto"
+    row, rows = (int(match[name]) if match[name] else None for name in ("row", "rows"))
+    side = Side(strategy, row, rows, backend, strategy in allowed, trainer)
+    if row and not side.kind.strategy.fills_rows:
+        raise InvalidConfig(f"'{text}': {strategy} has no rows of a fixed length.", do="Drop the @.")
+    if backend != "auto" and side.kind.ours:
+        get_backend(backend)
+    elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
+        raise InvalidConfig(
+            f"'{text}': TRL's own trainer has no attention '{backend}'.",
+            do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
+        )
+    return side
 
 
 def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any) -> SFTTrainer:
@@ -160,28 +155,29 @@ def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str,
     `data` holds its arguments `train_dataset`, `eval_dataset` (documents that are already tokenized and cut) and
     `processing_class`. Raise [`InvalidConfig`] if its rows are too short for the longest document.
     """
-    options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"])}
+    strategy, config = side.kind.strategy, PackedSFTConfig if side.kind.ours else SFTConfig
     # The documents have labels and are cut already, so options that would do this again are off.
+    options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"]), **UNUSED}
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
-    options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
-        strategy = side.kind.strategy
         budget = args.max_tokens_per_microbatch if strategy.recuts_steps else None
-        given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
-        given |= {"packing_strategy": strategy.name, **options, "attention_backend": side.backend}
-        trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
-        if side.kind.micro_batch is not None:
-            trainer._run_micro_batch = side.kind.micro_batch(trainer)
-        return trainer
-    given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
-    kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
-    return SFTTrainer(
-        model,
-        SFTConfig(**{**kept, **given, **options, "model_init_kwargs": upstream_kwargs(side, model, args)}),
-        quantization_config=quantization_of(config_of(model, args).model_type, args),
-        peft_config=get_peft_config(args),
-        **data,
-    )
+        given = {"packing_strategy": strategy.name, "max_tokens_per_microbatch": budget, "overflow": "truncate"}
+        options |= {"attention_backend": side.backend}
+    else:
+        given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
+        options |= {"model_init_kwargs": upstream_kwargs(side, model, args)}
+    own_args: Any = config(**{**shared_fields(args, config), **given, **options})
+    if not side.kind.ours:
+        return SFTTrainer(model, own_args, peft_config=get_peft_config(args), **quantization(model, args), **data)
+    trainer = PackedSFTTrainer(model, own_args, **data)
+    if side.kind.micro_batch is not None:
+        trainer._run_micro_batch = side.kind.micro_batch(trainer)
+    return trainer
+
+
+def quantization(model: str, args: PackedSFTConfig) -> dict[str, Any]:
+    """Return the argument of TRL's own trainers that quantizes a model as the arguments say."""
+    return {"quantization_config": quantization_of(config_of(model, args).model_type, args)}
 
 
 def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, Any]:
@@ -189,10 +185,10 @@ def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, 
     return {**init_kwargs(args), "attn_implementation": upstream_attention(model, args, named=side.backend).name}
 
 
-def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
-    """Return the given config fields without the strategy, because each side has its own."""
-    names = {f.name for f in fields(cls) if f.init} - {"packing_strategy"}
-    return {name: getattr(args, name) for name in names}
+def shared_fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
+    """Return the config fields that `cls` has, too, without the strategy, because each side has its own."""
+    names = {f.name for f in fields(cls) if f.init} & {f.name for f in fields(args) if f.init}
+    return {name: getattr(args, name) for name in names - {"packing_strategy"}}
 
 
 def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str, Any]:

@@ -1,29 +1,34 @@
-"""The commands of `trl-packfa`, one file each. `add` declares a command on argparse, `run` executes it.
+"""The commands of `trl-packfa`. `add` in a file declares a command on argparse, `run` executes it.
 
-Heavy imports wait until a command runs, so `--help` is instant. Commands with training arguments have a line `HELP`
-in place of `add`: TRL's own parser reads their flags, which are too slow to load.
+Heavy imports wait until a command runs, so `--help` is instant. Commands with training arguments are in `train.py`:
+TRL's own parser, which is slow to load, reads their flags.
 """
 
 from __future__ import annotations
 
 import argparse
-from types import ModuleType
+from collections.abc import Callable
 
 from ..versions import __version__
-from . import bench, check, completion, demo, env, merge, models, plan, prepare, recipes, train
+from . import check, completion, demo, env, merge, models, recipes, train
+from .output import Commands
 
-# `--help` lists them in this order. To add a command, write a file with `add(commands)` and name it here.
-COMMANDS = (train, plan, prepare, demo, check, bench, merge, models, recipes, env, completion)
-OWN_PARSERS = {"train": train.run, "plan": plan.run, "prepare": prepare.run, "bench": bench.run}
-
-__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser", "name_of"]
-
+OWN_PARSERS = {"train": train.train, "plan": train.plan, "prepare": train.prepare, "bench": train.bench}
+# In the order of `--help`: the function that declares a command, or the help of a command with a parser of its own.
+COMMANDS: dict[str, str | Callable[[Commands], None]] = {
+    "train": "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags",
+    "plan": "predict the effect of packing on a dataset, before you rent a GPU",
+    "prepare": "tokenize, cut and count the data of a run once, into a folder",
+    "demo": demo.add,
+    "check": check.add,
+    "bench": "packed and padded training side by side",
+    "merge": merge.add,
+    "models": models.add,
+    "recipes": recipes.add,
+    "env": env.add,
+    "completion": completion.add,
+}
 _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
-
-
-def name_of(command: ModuleType) -> str:
-    """Return the word that runs a command."""
-    return command.__name__.rpartition(".")[2]
 
 
 def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
@@ -34,13 +39,11 @@ def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.Ar
     parser.add_argument("--version", action="version", version=f"trl-packfa {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        name = name_of(command)
-        if name in OWN_PARSERS:
+    for name, add in COMMANDS.items():
+        if isinstance(add, str):
             flags = [train] if name == "train" and train is not None else []
-            told = f"{command.HELP} (see: trl-packfa {name} --help)"
-            commands.add_parser(name, help=told, parents=flags, add_help=False)
+            commands.add_parser(name, help=f"{add} (see: trl-packfa {name} --help)", parents=flags, add_help=False)
         else:
-            command.add(commands)
+            add(commands)
     commands.choices["completion"].set_defaults(build_parser=build_parser)
     return parser

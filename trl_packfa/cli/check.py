@@ -38,11 +38,9 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the model and print the report; return 0 if packing is exact, else 3."""
     require_versions(training=False)
-    from ..terminal.progress import a_line_per_thing
     from ..trainers.base.hub import load_for_check
 
-    with a_line_per_thing():
-        model = load_for_check(args.model, dtype=args.dtype, adapter=args.adapter)
+    model = load_for_check(args.model, dtype=args.dtype, adapter=args.adapter)
     report = _checked(model, args)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from pathlib import Path
 
-from ..demo import DemoOptions
 from ..versions import require_versions
 from .output import Commands
 
@@ -13,9 +12,13 @@ from .output import Commands
 def add(commands: Commands) -> None:
     """Declare the command."""
     demo = commands.add_parser("demo", help="checked and packed QLoRA fine-tune, on a CPU, without downloads")
-    for option in fields(DemoOptions):
-        kind = str if option.default is None else type(option.default)
-        demo.add_argument(f"--{option.name}", type=kind, default=option.default, help=option.metadata["help"])
+    demo.add_argument("--model", help="name or path of a base model, not the built-in one")
+    demo.add_argument("--dataset", help="file or name of a dataset, not Python's docstrings")
+    demo.add_argument("--output_dir", type=Path, default=Path("demo-output"), help="folder of adapter and reports")
+    demo.add_argument("--base_steps", type=int, default=50, help="optimizer steps of the built-in base model")
+    demo.add_argument("--steps", type=int, default=30, help="optimizer steps of the QLoRA fine-tune")
+    demo.add_argument("--batch_size", type=int, default=16, help="examples per micro-batch")
+    demo.add_argument("--max_length", type=int, default=1024, help="maximum document length in tokens")
     demo.set_defaults(run=run)
 
 
@@ -24,5 +27,4 @@ def run(args: argparse.Namespace) -> int:
     require_versions()
     from ..demo.run import run_demo
 
-    run_demo(DemoOptions(**{option.name: getattr(args, option.name) for option in fields(DemoOptions)}))
-    return 0
+    return run_demo(args)

@@ -11,9 +11,16 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from ..errors import ContaminationError, PackingError
-from ..terminal import BARS_AS_LINES
-from . import COMMANDS, OWN_PARSERS, build_parser, name_of
+from ..versions import require_versions
+from . import COMMANDS, OWN_PARSERS, build_parser
 from .check import NOT_EXACT
+
+# Defaults of tqdm in a pipe: no bar for work of less than five seconds, then one line every half minute.
+_BARS_AS_LINES = {
+    "TQDM_DELAY": "5",
+    "TQDM_MININTERVAL": "30",
+    "TQDM_BAR_FORMAT": "{desc}: {n_fmt}/{total_fmt}, {remaining} to go\n",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,14 +32,19 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     _bars_as_lines()
     argv, debug = _split_debug(argv)
-    if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
-        return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)
+    if argv and argv[0] in OWN_PARSERS:
+        return _guarded(lambda: _train_command(argv[0], argv[1:]), debug=debug)
     parser = build_parser()
-    if argv and (meant := get_close_matches(argv[0], [name_of(command) for command in COMMANDS], n=1)):
+    if argv and (meant := get_close_matches(argv[0], COMMANDS, n=1)):
         if argv[0] != meant[0]:
             parser.error(f"there is no command '{argv[0]}'. Did you mean {meant[0]}?")
     args = parser.parse_args(argv)
     return _guarded(lambda: args.run(args), debug=debug)
+
+
+def _train_command(name: str, argv: list[str]) -> int:
+    require_versions()
+    return OWN_PARSERS[name](argv)
 
 
 def _bars_as_lines() -> None:
@@ -41,7 +53,7 @@ def _bars_as_lines() -> None:
     tqdm draws the bars of datasets and transformers. It reads its defaults from the environment at import.
     """
     if not sys.stderr.isatty() and "tqdm" not in sys.modules:
-        for name, value in BARS_AS_LINES.items():
+        for name, value in _BARS_AS_LINES.items():
             os.environ.setdefault(name, value)
 
 

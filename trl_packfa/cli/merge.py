@@ -28,11 +28,9 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge the adapter, save the model and print its folder."""
     require_versions(training=False)
-    from ..terminal.progress import a_line_per_thing
     from ..trainers.base.hub import merge_adapter
 
-    with a_line_per_thing():
-        model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
+    model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
     print(f"merged into {args.output} ({model.num_parameters():,} parameters, {model.dtype})")
     if args.push_to_hub:
         model.push_to_hub(args.push_to_hub)

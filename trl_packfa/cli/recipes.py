@@ -42,27 +42,21 @@ def _first_sentence(path: Path) -> str:
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Copy one recipe and print the command that runs it."""
-    target = copy_recipe(args.name, args.folder)
+    """Copy one recipe, never over a file, and print the command that runs it; refuse unknown names."""
+    recipes = _all()
+    found = [known for known in (args.name, f"{args.name}.yaml", f"{args.name}.py") if known in recipes]
+    if not found:
+        raise InvalidConfig(f"there is no recipe '{args.name}'.", do=f"Name one of {', '.join(sorted(recipes))}.")
+    target = args.folder / Path(found[0]).name
+    if target.exists():
+        raise InvalidConfig(f"{target} already exists.", do="Remove it, or name another folder.")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    target.write_text(recipes[found[0]].read_text(encoding="utf-8"), encoding="utf-8")
     runs = {".yaml": f"trl-packfa train --config {target}", ".py": f"python {target}"}
-    if args.name.startswith("launch/"):
+    if found[0].startswith("launch/"):
         runs[".yaml"] = f"accelerate launch --config_file {target} -m trl_packfa train --config RECIPE.yaml"
     print(f"{target}\n{runs.get(target.suffix, '')}".rstrip())
     return 0
-
-
-def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe into a folder and return the path of the new file; refuse unknown names and existing files."""
-    recipes = _all()
-    found = [known for known in (name, f"{name}.yaml", f"{name}.py") if known in recipes]
-    if not found:
-        raise InvalidConfig(f"there is no recipe '{name}'.", do=f"Name one of {', '.join(sorted(recipes))}.")
-    target = folder / Path(found[0]).name
-    if target.exists():
-        raise InvalidConfig(f"{target} already exists.", do="Remove it, or name another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    target.write_text(recipes[found[0]].read_text(encoding="utf-8"), encoding="utf-8")
-    return target
 
 
 def _all() -> dict[str, Path]:

@@ -1,28 +1,45 @@
-"""`trl-packfa train`, see `trainers/sft/script.py`."""
+"""The commands that take training arguments. Each takes its flags and returns its exit code."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-from ..versions import require_versions
-
 if TYPE_CHECKING:
     from ..trainers.sft.script import Kind
 
-HELP = "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags"
 # The packed trainers that `--trainer` may name besides SFT.
 _PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
 # TRL's own trainers, run padding-free.
 _ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
 
 
-def run(argv: list[str]) -> int:
-    """Train with these flags and return the exit code; `--trainer` selects the trainer."""
-    require_versions()
+def train(argv: list[str]) -> int:
+    """Train; `--trainer` selects the trainer."""
     from ..trainers.sft.script import train
 
     return train(argv, kind_of(argv))
+
+
+def plan(argv: list[str]) -> int:
+    """Plan a run."""
+    from ..plan.run import plan
+
+    return plan(argv)
+
+
+def prepare(argv: list[str]) -> int:
+    """Prepare the data of a run."""
+    from ..trainers.sft.prepare import prepare
+
+    return prepare(argv)
+
+
+def bench(argv: list[str]) -> int:
+    """Measure packed and padded training."""
+    from ..bench.run import bench
+
+    return bench(argv)
 
 
 def kind_of(argv: list[str]) -> Kind:

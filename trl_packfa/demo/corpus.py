@@ -39,19 +39,11 @@ def _pairs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, qualified name, docstring) of every documented definition."""
+    """Yield (kind, name, docstring) of every documented definition."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):  # some templates and test data are not valid Python
         return
-    yield from _in_node(tree, "")
-
-
-def _in_node(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, str]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _DOCUMENTED):
-            name = f"{prefix}{child.name}"
-            text = ast.get_docstring(child)
-            if text:
-                yield ("class" if isinstance(child, ast.ClassDef) else "function"), name, text
-            yield from _in_node(child, f"{name}.")
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield ("class" if isinstance(node, ast.ClassDef) else "function"), node.name, text

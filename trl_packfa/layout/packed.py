@@ -130,11 +130,10 @@ class PackedLayout:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
-            empty = [f"document {i} has {n}" for i, n in enumerate(self.lengths) if n < 1][:1] or [
-                "there is no document"
-            ]
+            empty = (f"document {number} has {length}" for number, length in enumerate(self.lengths) if length < 1)
             raise InvalidLayout(
-                f"document lengths must all be positive, but {empty[0]}.", do="Drop empty documents before packing."
+                f"document lengths must all be positive, but {next(empty, 'there is none')}.",
+                do="Drop empty documents before packing.",
             )
         if self.cu_seqlens.shape != (len(self.lengths) + 1,) or self.cu_seqlens.dtype != torch.int32:
             raise InvalidLayout(
@@ -198,8 +197,8 @@ class PackedLayout:
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
             raise InvalidLayout(
-                f"cu_seqlens must be one-dimensional and start at 0, got {shown(cu_seqlens.flatten().tolist())} of shape "
-                f"{tuple(cu_seqlens.shape)}.",
+                f"cu_seqlens must be one-dimensional and start at 0, got {shown(cu_seqlens.flatten().tolist())} of "
+                f"shape {tuple(cu_seqlens.shape)}.",
                 do="Send offsets: 0, the end of the first document, and so on.",
             )
         lengths = tuple(end - start for start, end in itertools.pairwise(offsets))

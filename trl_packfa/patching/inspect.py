@@ -279,7 +279,7 @@ def _find_rewritten(backbone: nn.Module, patch: AttentionPatch) -> dict[str, nn.
         raise UnsupportedModel(
             f"{patch.backbone} has {layers} layers, but {len(attention)} attention modules of class "
             f"{' or '.join(patch.attention)}.",
-            do=f"The model differs from the one that the patch was written for. {_WHOSE[patch.origin == 'trl_packfa']}",
+            do=f"The patch was written for another model. {_WHOSE[patch.origin == 'trl_packfa']}",
         )
     return attention
 

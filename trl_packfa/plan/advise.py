@@ -11,8 +11,7 @@ from ..data.batching import FREE, Batching
 from ..data.epoch_plan import EpochPlan, plan_epoch
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
 from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
-from .compare import total_steps
-from .report import Plan
+from .report import Plan, total_steps
 
 # Memory sizes of GPUs for rent, in GB of 10^9 bytes.
 _CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)
@@ -162,17 +161,10 @@ def _budget(plan: Plan) -> Iterator[str]:
     smaller = plan_epoch(plan.chosen.lengths, replace(batching, budget=budget))
     was, now = (f"{each.micro_batches / each.steps:.1f}" for each in (epoch, smaller))
     needs = "as many micro-batches a step" if was == now else f"{now} micro-batches a step instead of {was}"
-    memory = " and less memory"
-    if plan.shape is not None:
-        sizes = (estimate(plan.shape, args, budget).total, plan.memory[STEP.name].total)
-        less, more = (f"{size / 1e9:.1f}" for size in sizes)
-        memory = f" and {less} GB instead of {more}" if less != more else ""
-    if was == now and not memory:
-        return
     yield (
         f"Micro-batches are {epoch.fill:.0%} full: the default budget of {epoch.largest_micro_batch:,} tokens is the "
-        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs {needs}{memory}; the training is "
-        "the same."
+        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs {needs} and less memory; the "
+        "training is the same."
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan as one self-contained HTML page: the advice, the plots as one SVG, and the terminal's tables."""
+"""The plan as one self-contained HTML page: the plots as one SVG, and what the terminal shows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from ..data.batching import FREE, Batching
-from ..packing import STEP
-from ..plotting import draw_row, require_matplotlib
-from .compare import Outcome
+from ..plotting import require_matplotlib
 from .report import Plan
-from .terminal import LABELS, heading, headline, notes, print_tables
+from .terminal import LABELS, WIDTH, headline, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,31 +26,23 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 .headline b { font-size: 2.6rem; line-height: 1.1; display: block; } .headline { font-size: 1.1rem; }
 svg { width: 100%; height: auto; } svg text { fill: currentColor; } pre { overflow-x: auto; line-height: 1.2; }
 """
-_BINS, _WIDTH = 60, 150
+_BINS = 60
 
 
 def render(plan: Plan) -> str:
     """Return the HTML of the page; raise [`MissingPackage`] if matplotlib is not installed."""
-    number, what = headline(plan)
-    advice = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in plan.advice)
-    rest = "\n".join(f"<p>{escape(line)}</p>" for line in notes(plan))
-    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
-    print_tables(plan, console)
-    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    title, (number, what) = escape(f"Packing plan of {plan.source.name}"), headline(plan)
+    console = Console(record=True, file=io.StringIO(), width=WIDTH)
+    show(plan, console)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Packing plan of {escape(plan.source.name)}</title><style>{_STYLE}</style></head>
+<title>{title}</title><style>{_STYLE}</style></head>
 <body>
-<h1>Packing plan of {escape(plan.source.name)}</h1>
-<p>{escape(heading(plan))}</p>
+<h1>{title}</h1>
 <p class="headline"><b>{escape(number)}</b>{escape(what)}</p>
 {_plots(plan)}
-<ul>
-{advice}
-</ul>
-{tables}
-{rest}
+{console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")}
 </body>
 </html>
 """
@@ -65,25 +54,22 @@ def _plots(plan: Plan) -> str:
     from matplotlib.figure import Figure
 
     style = {"svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False}
+    rows = 3 if plan.memory else 2
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(12, 12), layout="constrained")
-        axes = iter(figure.subplots(3, 2).flat)
+        figure = Figure(figsize=(12, 4 * rows), layout="constrained")
         epochs = {name: outcome.epoch() for name, outcome in plan.outcomes.items()}
         true = np.array([epoch.tokens for epoch in epochs.values()], dtype=float)
         pads = true / (1 - np.array([epoch.padding for epoch in epochs.values()])) - true
-        _bars(next(axes), plan, {"true tokens": true, "pads": pads}, "what an epoch computes")
-        _lengths(next(axes), plan)
-        steps = np.array([epoch.steps for epoch in epochs.values()])
-        _bars(next(axes), plan, {"steps": steps}, "optimizer steps of an epoch: fewer change the training")
-        _waiting(next(axes), plan)
-        _row(next(axes), plan)
-        last = next(axes)
+        _bars(figure.add_subplot(rows, 2, 1), plan, {"true tokens": true, "pads": pads}, "what an epoch computes")
+        _lengths(figure.add_subplot(rows, 2, 2), plan)
+        steps = {"steps": np.array([epoch.steps for epoch in epochs.values()])}
+        _bars(figure.add_subplot(rows, 2, 3), plan, steps, "optimizer steps of an epoch: fewer change the training")
+        _waiting(figure.add_subplot(rows, 2, 4), plan)
         if plan.memory:
             parts = [asdict(plan.memory[name]) for name in epochs]
             sizes = {LABELS.get(part, part): np.array([each[part] for each in parts]) / 1e9 for part in parts[0]}
-            _bars(last, plan, sizes, "GB on one GPU at the largest micro-batch (estimate)")
-        else:
-            last.set_axis_off()
+            title = "GB on one GPU at the largest micro-batch (estimate)"
+            _bars(figure.add_subplot(rows, 2, (5, 6)), plan, sizes, title)
         return _svg(figure)
 
 
@@ -131,25 +117,3 @@ def _waiting(axes: Axes, plan: Plan) -> None:
         axes.plot(ranks, [epoch.imbalance for epoch in outcome.epochs.values()], marker="o", label=name)
     axes.set(xlabel="GPUs", title="how long ranks wait for each other: 1 means no waiting")
     axes.legend(frameon=False, fontsize=8)
-
-
-def _row(axes: Axes, plan: Plan) -> None:
-    """Draw one packed micro-batch: which token may attend to which."""
-    packing = plan.chosen if plan.chosen.strategy.packs else plan.outcomes[STEP.name]
-    lengths = _first_micro_batch(plan, packing)
-    draw_row(axes, [(int(tokens), False) for tokens in lengths])
-    axes.set_title(f"a packed micro-batch of '{packing.strategy}': {len(lengths)} documents, {sum(lengths):,} tokens")
-
-
-def _first_micro_batch(plan: Plan, outcome: Outcome) -> list[int]:
-    """Return the document lengths of one packed micro-batch."""
-    q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
-    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=outcome.epoch().world_size,
-                           quadratic=q, cut=cut)  # fmt: skip
-    if outcome.strategy.fills_rows:
-        sampler = batching.row_sampler(outcome.lengths)
-        return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()
-    step = batching.draw(outcome.lengths)[: batching.accumulation]
-    if not outcome.strategy.recuts_steps:
-        return [tokens for tokens in step[0, 0].tolist() if tokens]
-    return batching.recut(step, budget=batching.micro_batch_tokens(outcome.lengths))[0][0].tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import DatasetMixtureConfig, ScriptArguments
 
@@ -16,7 +18,6 @@ from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
 from ..plotting import require_matplotlib
-from ..terminal.progress import a_line_per_thing
 from ..trainers.base.model_loading import init_kwargs
 from ..trainers.base.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
@@ -24,10 +25,9 @@ from ..trainers.requirements.training import Training
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
 from ..trainers.sft.script import load_splits
 from .advise import advise
-from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
-from .report import Plan
-from .terminal import show
+from .report import Plan, compare
+from .terminal import WIDTH, show
 
 
 @dataclass
@@ -48,7 +48,6 @@ class PlanArguments(ColumnChoice):
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
 
-@a_line_per_thing()
 def plan(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, read lengths, and show the plan. Return 0: the planned run can train."""
     # Users plan on machines without a GPU, so arguments that require one are turned off here.
@@ -70,7 +69,7 @@ def plan(argv: list[str]) -> int:
     if wanted.json:
         print(json.dumps(made.to_dict(), indent=2))
     else:
-        show(made)
+        show(made, Console(width=None if sys.stdout.isatty() else WIDTH))
         if wanted.html:
             print(f"\nThe same with plots: {wanted.html}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
@@ -11,18 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from ..trainers.sft.memory import FORMULA
-from .compare import Outcome
-from .report import Plan
+from .report import Outcome, Plan
 
 # The columns of a table, each with its values by row. One for each strategy fits into 80 characters.
 Columns = dict[str, dict[str, str]]
 # Labels of the parts of the memory that have another name.
 LABELS = {"logits": "LM head"}
+# Characters of a line where there is no terminal, as in a pipe and on the page.
+WIDTH = 150
 
 
-def show(plan: Plan) -> None:
-    """Print the whole plan; a pipe has no width, so it gets a fixed one."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+def show(plan: Plan, console: Console) -> None:
+    """Print the whole plan."""
     console.print(heading(plan), highlight=False, markup=False)
     print_tables(plan, console)
     for line in (*notes(plan), "", *(f"- {sentence}" for sentence in plan.advice)):
@@ -30,7 +29,7 @@ def show(plan: Plan) -> None:
 
 
 def print_tables(plan: Plan, console: Console) -> None:
-    """Print every table, the chosen strategy in bold; the page has the same tables."""
+    """Print every table, the chosen strategy in bold."""
     for title, columns in tables(plan):
         table = Table("strategy", title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
         for name in columns:

@@ -6,13 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Defaults of tqdm in a pipe: no bar for work of less than five seconds, then one line every half minute.
-BARS_AS_LINES = {
-    "TQDM_DELAY": "5",
-    "TQDM_MININTERVAL": "30",
-    "TQDM_BAR_FORMAT": "{desc}: {n_fmt}/{total_fmt}, {remaining} to go\n",
-}
-
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows that all have the same keys, `None` as "-"; print nothing for no rows."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -24,7 +22,6 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging as transformers_logging
 
 from ..packing import PackingReport
-from . import BARS_AS_LINES
 
 # Seconds between two lines of a check in a pipe, and the finished share from which the time left is estimated.
 _EVERY, _ENOUGH = 30.0, 0.05
@@ -58,60 +55,44 @@ def checking(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float]
 
 
 @contextmanager
-def a_line_per_thing() -> Iterator[None]:
-    """Turn off the bars of transformers and datasets if there is no terminal, because each refresh would be a line.
-
-    They stay on if [`BARS_AS_LINES`] is in the environment, which makes them print a line only now and then.
-    """
-    shown = sys.stderr.isatty() or BARS_AS_LINES.keys() <= os.environ.keys()
-    with nullcontext() if shown else without_bars():
-        yield
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Turn off the bars of transformers and datasets; restore them afterwards."""
-    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
-        if dataset_bars:
-            enable_progress_bar()
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Show errors only and no bars; restore every level afterwards, because the process may have other work to log."""
     own = logging.getLogger("trl_packfa")
     level, verbosity = own.level, transformers_logging.get_verbosity()
+    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
     own.setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
     try:
-        with without_bars(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="torch")
             yield
     finally:
         own.setLevel(level)
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if dataset_bars:
+            enable_progress_bar()
 
 
 class _Times(ProgressColumn):
     """Column with the elapsed time of a run and the time left."""
 
     def render(self, task: Task) -> Text:
-        """Return the times as text; `task.fields["began"]` is the step at which the run began or resumed."""
-        done, left = task.completed - task.fields["began"], (task.total or 0) - task.completed
-        return Text(_times(task.elapsed or 0.0, done, left))
+        """Return the times as text."""
+        return Text(_times(task))
 
 
-def _times(elapsed: float, done: float, left: float) -> str:
-    """Return the elapsed seconds, and those that the steps left take at the pace of the done ones, as text."""
-    shown = f"{timedelta(seconds=round(elapsed))} elapsed"
+def _times(task: Task) -> str:
+    """Return the elapsed time, and the time left at the pace of the steps since `task.fields["began"]`, as text.
+
+    A run that was resumed began at a later step than 0.
+    """
+    elapsed, done = task.elapsed or 0.0, task.completed - task.fields["began"]
+    shown, left = f"{timedelta(seconds=round(elapsed))} elapsed", (task.total or 0) - task.completed
     return f"{shown}, {timedelta(seconds=round(max(elapsed / done * left, 0.0)))} to go" if done > 0 else shown
 
 
@@ -126,7 +107,6 @@ class RichProgressCallback(TrainerCallback):
         # The bar of a run, on the main process only.
         self.progress: Progress | None = None
         self.shown, self.evaluated = "", 0
-        self.began: tuple[float, int] = (0.0, 0)
         # Step and loss of every evaluation, by name of the dataset.
         self.eval_losses: dict[str, list[tuple[int, float]]] = {}
 
@@ -144,7 +124,6 @@ class RichProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar on the main process."""
         self.shown, self.evaluated, self.eval_losses = "", 0, {}
-        self.began = (time.perf_counter(), state.global_step)
         if not state.is_world_process_zero:
             return
         bar = (BarColumn(),) if self.console.width >= _WIDE else ()
@@ -169,7 +148,7 @@ class RichProgressCallback(TrainerCallback):
         self._update(shown=self.shown)
         line = _described(logs, _IN_LINE)
         if not self.console.is_terminal:
-            line.append(self._times(state))  # on a terminal, the bar shows them
+            line.append(_times(self.progress.tasks[0]))  # on a terminal, the bar shows them
         self._say(state, *line)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -207,11 +186,6 @@ class RichProgressCallback(TrainerCallback):
     def _update(self, **fields: Any) -> None:
         if self.progress is not None:
             self.progress.update(self.progress.task_ids[0], **fields)
-
-    def _times(self, state: TrainerState) -> str:
-        """Return the elapsed time and the time left; steps before a resumption do not count."""
-        elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
-        return _times(elapsed, done, state.max_steps - state.global_step)
 
     def _say(self, state: TrainerState, *parts: str) -> None:
         self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))

@@ -20,14 +20,13 @@ from ...data.tokenizing import Tokenized, tokenized
 from ...errors import InvalidConfig, InvalidDataset
 from ...override import set_inside
 from ...packing import PackingReport
-from ...terminal.progress import a_line_per_thing, packing_table
+from ...terminal.progress import packing_table
 from ..base.parsing import ColumnChoice, parse
 from ..requirements.data import DATA, FORMATS, TEXTS
 from ..requirements.training import Training
 from .script import load_splits
 
 
-@a_line_per_thing()
 def prepare(argv: list[str]) -> int:
     """Parse the flags of `trl-packfa train`, prepare the splits, and save them to `output_dir`. Return 0."""
     # Data is prepared on machines without a GPU, so arguments that require one are turned off here.

@@ -21,7 +21,7 @@ from ...errors import InvalidConfig, InvalidDataset
 from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
-from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
+from ...terminal.progress import RichProgressCallback, packing_table, plan_table
 from ..base.parsing import TrainerChoice, make_parser, parse
 from ..requirements.data import TEXTS
 from ..requirements.runs import HUB, LAUNCH, PACKAGES
@@ -54,7 +54,6 @@ def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
     return make_parser(_classes(kind), prog="trl-packfa train", **options)
 
 
-@a_line_per_thing()
 def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
     choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
