@@ -249,7 +249,7 @@ def _require_unpadded(model: nn.Module, state: PatchState) -> None:
     state.unpadding_report = report
     assert state.unpadding is not None
     state.unpadding.takes_left = report.takes_left
-    if report.pads_seen:
+    if "pads seen" in report:
         logger.warning("trl-packfa: %s: %s", type(model).__name__, report)
 
 
