@@ -83,8 +83,8 @@ def get_patch_for_type(name: str) -> Patch:
         known = [measured["why"]] if measured.get("verdict") == "refused" else []
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
-            why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
+            why=known or [f"nearest: {', '.join(near)}"] * bool(near),
             do="Declare a trl_packfa.Patch for it and pass it to register_patch() (see 'Writing a patch'), or train "
-            "it padded with PackedSFTConfig(packing=False).",
+            "it padded with PackedSFTConfig(packing=False). `trl-packfa models` lists the types.",
         )
     return table[name]

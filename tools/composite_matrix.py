@@ -89,8 +89,8 @@ def measure(name: str) -> dict[str, Any]:
         found |= {"level": state.patch.level, "blocks": state.unpadding_report.blocks}
         try:
             # Some models' own left-padded rows see their pads.
-            sides = (False, True) if state.unpadding_report.against == "padded" else (False,)
-            counts_pads = state.unpadding_report.unshifted > _LOGITS
+            sides = (False, True) if state.unpadding_report["unpadding"].of == "padded" else (False,)
+            counts_pads = "pads counted" in state.unpadding_report
             return {**found, **_with_images(stock, model, sides, counts_pads=counts_pads)}
         except PackingError as error:
             return {**found, "verdict": "text only", "why": reason_of(error)}

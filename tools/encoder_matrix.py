@@ -83,7 +83,7 @@ def _measured(model: Any) -> dict[str, Any]:
         return {"verdict": "raises", "why": _line(error)}
     state = find_state(model)
     assert state is not None and state.unpadding is not None
-    if state.unpadding_report.against == "alone":
+    if state.unpadding_report["unpadding"].of == "alone":
         return {"verdict": "alone", "why": "its own padded rows see their pads; each text runs by itself"}
     worst = differences(run_padded(model, padded_batch()), expected)
     # Groups run only rows that begin with their first token.

@@ -119,7 +119,7 @@ def apply_first_exact(model: nn.Module, name: str, options: PatchOptions) -> Pat
         raise refusal
     raise UnsupportedModel(
         f"no patch is exact on this {type(inspect.inner_model(model)).__name__} (model type '{name}').",
-        why=[refusal.what, *tried],
+        why=[refusal.what.removesuffix("."), *refusal.why, *tried],
         do=refusal.do,
     )
 
@@ -198,7 +198,7 @@ def _require_unpadded(model: nn.Module, state: PatchState) -> None:
     state.unpadding_report = report
     assert state.unpadding is not None
     state.unpadding.takes_left = report.takes_left
-    if report.pads_seen:
+    if "pads seen" in report:
         logger.warning("trl-packfa: %s: %s", type(model).__name__, report)
 
 

@@ -101,9 +101,9 @@ KINDS = {
         "a packed document differs from the same document alone; first in module '{where}'",
         label="parity", row="parity",
     ),
-    "loss": Kind(
-        "mean loss under the collator's labels",
-        "the collator's labels do not give the documents' own loss: a boundary is not masked",
+    "labels": Kind(
+        "collator's labels that are not the next token",
+        "the collator's labels are not each document's own next tokens: a boundary is not masked",
     ),
     "gradients": Kind(
         "worst parameter, packed against alone",
@@ -119,6 +119,16 @@ KINDS = {
         "worst parameter, with pads against without",
         "padded batches without their pads differ; worst in the gradient of '{where}'",
         label="gradients",
+    ),
+    "pads seen": Kind(
+        "the model's own padded rows, against alone",
+        "positions or states of this model's own padded rows run through the pads",
+        label="its own padded rows are from their documents alone by",
+    ),
+    "pads counted": Kind(
+        "left-padded rows whose positions count pads",
+        "positions count from each row's first token, not from its pads on",
+        label="left-padded rows whose positions count from the pads on differ by",
     ),
     "sharing": Kind(
         "prefixes once, against in each row",
@@ -233,10 +243,6 @@ class Comparison(NamedTuple):
     def why(self) -> str:
         """Reason that an error gives if the comparison does not hold."""
         return self._filled(self.words.why)
-
-    def named(self, kind: str, **fields: Any) -> Comparison:
-        """Return it as a comparison of this kind, with other `fields`."""
-        return self._replace(kind=kind, **fields)
 
     def require(self) -> None:
         """Raise [`ContaminationError`] with the numbers unless the comparison holds."""

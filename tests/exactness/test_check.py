@@ -202,7 +202,7 @@ def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_
         of_reference = [value * engine._REFERENCE_SHARE for value in drawn.pop(draws - 1).gradients]
         same = [*(noise.gradients for noise in drawn[: draws - 1]), of_reference]
         assert noises[1].gradients == list(map(max, *same))
-        assert report.verdict == "exact" and report.against == "padded"
+        assert report.verdict == "exact" and report["unpadding"].of == "padded"
 
 
 @pytest.mark.parametrize("by", [1.0, 1e4])

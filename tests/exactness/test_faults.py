@@ -125,7 +125,7 @@ def test_a_missing_boundary_label_is_caught_and_named():
     model = patch(tiny.model())
     assert check(model, collator=DataCollatorForPacking(pad_to_multiple_of=16)).verdict == "exact"
     report = check(model, collator=forgets_a_boundary)
-    assert (report.verdict, report["parity"].holds, report["loss"].holds) == ("differs", True, False)
+    assert (report.verdict, report["parity"].holds, report["labels"].holds) == ("differs", True, False)
     with pytest.raises(ContaminationError, match="a boundary is not masked"):
         report.require_exact()
 

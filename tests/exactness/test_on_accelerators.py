@@ -19,7 +19,7 @@ from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import isolation, measure, rounding, subject
 from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
-from trl_packfa.exactness.probe import Arrangement
+from trl_packfa.exactness.runs import Arrangement
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import find_backbone, max_positions
 

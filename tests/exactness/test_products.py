@@ -46,18 +46,6 @@ def test_a_weight_that_changes_is_converted_again(layer):
         assert torch.equal(x @ part.t(), in_float32(part, x))
 
 
-def test_activations_that_change_are_converted_again(layer):
-    x = torch.randn(5, 16).bfloat16()
-    with torch.no_grad(), products.fast_half_products(layer) as kernels:
-        layer(x)
-        assert [wide.tensor.data_ptr() for wide in kernels._recent] == [x.data_ptr()]
-        layer(x)
-        assert len(kernels._recent) == 1
-        x.mul_(2)
-        assert torch.equal(layer(x), in_float32(layer.weight, x))
-        assert torch.equal(layer(x[:3]), in_float32(layer.weight, x[:3]))
-
-
 PRODUCTS = {
     "mm": lambda matrix, batch: matrix @ matrix,
     "addmm": lambda matrix, batch: torch.addmm(matrix[0], matrix, matrix, beta=0.5, alpha=2.0),
@@ -71,10 +59,9 @@ def test_every_product_is_replaced_inside_the_block_alone(layer, name, recwarn):
     product, matrix, batch = PRODUCTS[name], torch.randn(8, 8).bfloat16(), torch.randn(3, 8, 8).bfloat16()
     expected, own = product(matrix.float(), batch.float()), product(matrix, batch)
     with products.fast_half_products(layer):
-        found, again = product(matrix, batch), product(matrix, batch)
+        found = product(matrix, batch)
         assert torch.equal(product(matrix.float(), batch.float()), expected), "float32 is not touched"
     assert torch.equal(found, expected.bfloat16())
-    assert torch.equal(again, found), "the memory of a product is used again after it was rounded"
     assert torch.equal(product(matrix, batch), own), "torch's kernels are back"
     assert not recwarn.list
 
@@ -84,10 +71,8 @@ def test_torchs_kernels_come_back_after_an_error(layer):
     own = layer(x)
     with pytest.raises(RuntimeError, match="shapes"), products.fast_half_products(layer) as kernels:
         layer(x)
-        assert len(kernels._result)
         x @ x
-    assert torch.equal(layer(x), own)
-    assert not len(kernels._result)
+    assert torch.equal(layer(x), own) and not kernels._wide
 
 
 def test_small_models_and_float32_run_as_they_are(layer, monkeypatch):
@@ -104,5 +89,5 @@ def test_products_of_another_thread_are_those_without_the_check(layer):
             other = threading.Thread(target=lambda: found.append(layer(x)))
             other.start()
             other.join()
-            assert not kernels._wide and not kernels._recent
+            assert not kernels._wide
     assert torch.equal(found[0], expected)

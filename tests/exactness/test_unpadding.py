@@ -12,7 +12,7 @@ from trl_packfa import check, describe, patch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import check_unpadding, depth
-from trl_packfa.exactness.padded_runs import PaddedProbe
+from trl_packfa.exactness.unpadding import PaddedProbe
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch
@@ -23,7 +23,7 @@ from trl_packfa.patching.rotary import RotaryOverride
 @pytest.mark.parametrize("model_type", ["llama", "mamba2", "mixtral", "camembert"])
 def test_exact_models_are_found_exact(model_type, dtype):
     report = check_unpadding(patch(small_model(model_type).to(dtype), unpad=True))
-    assert report.verdict == "exact" and report.against == "padded" and not report.pads_seen, str(report)
+    assert report.verdict == "exact" and report["unpadding"].of == "padded" and "pads seen" not in report, str(report)
     assert report["unpadding control"].difference > 100 * report["unpadding"].difference
 
 
@@ -31,8 +31,8 @@ def test_a_model_whose_padded_rows_are_not_its_documents_is_compared_with_these(
     """BART counts positions from the pads on, whatever it is told."""
     model = patch(small_model("bart"), unpad=True)
     report = find_state(model).unpadding_report
-    assert report.is_exact and report.against == "alone" and report.pads_seen > 0.1
-    assert "are 1" in describe(model) and "from their documents alone" in describe(model)
+    assert report.is_exact and report["unpadding"].of == "alone" and report["pads seen"].difference > 0.1
+    assert "its own padded rows are from their documents alone by 1" in describe(model)
 
 
 # What could be wrong between a padded batch and its row: each must be found.
@@ -131,7 +131,8 @@ def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measureme
     grown, seen = rotary.inv_freq.clone(), rotary.max_seq_len_cached
     assert check(patch(model)).verdict == "exact"
     report = find_state(patch(model, unpad=True)).unpadding_report
-    assert report.verdict == "exact" and report.against == "alone"  # padded rows have the longest one's frequencies
+    # Padded rows have the longest one's frequencies.
+    assert report.verdict == "exact" and report["unpadding"].of == "alone"
     assert torch.equal(rotary.inv_freq, grown) and rotary.max_seq_len_cached == seen
     assert not rotary._forward_pre_hooks
 

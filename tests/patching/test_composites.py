@@ -12,7 +12,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VL
 
 from trl_packfa import check, describe, patch
 from trl_packfa.errors import PackingError
-from trl_packfa.exactness.first_padded_batch import compare_padded_batch
+from trl_packfa.exactness.first_batch import compare_padded_batch
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state

@@ -15,7 +15,7 @@ from .output import Commands, add_json, print_rows
 if TYPE_CHECKING:  # the command's help must not import torch
     from torch import nn
 
-    from ..exactness import ExactnessReport, UnpaddingReport
+    from ..exactness import ExactnessReport
 
 # Not 1: that code means that the command could not run.
 NOT_EXACT = 3
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_exact else NOT_EXACT
 
 
-def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | UnpaddingReport:
+def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport:
     """Patch the model and check packed rows. Encoders and classifiers get padded batches only: `patch` checks them."""
     from ..api import patch
     from ..exactness import check

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from ..comparison import NOISE_FACTOR, TOLERANCES, Comparison
-from .following import Key
+from .runs import Key
 
 # Very small tokens and gradients are compared with this share of the usual size instead of their own.
 _SMALL, _SMALL_GRADIENT = 1e-1, 1e-2

@@ -1,6 +1,6 @@
 """Compare other ways to run the same documents with a reference: every layer forwards, every parameter backwards.
 
-[`compare`] serves packed rows against documents alone (`parity.py`), and rows without pads against padded rows and
+[`compare`] serves packed rows against documents alone (`measure.py`), and rows without pads against padded rows and
 shared prefixes against separate rows (`unpadding.py`). The limits come from rounding.
 
 Each layer gets the inputs that it had in the reference, so that a difference shows in the layer that makes it. The
@@ -27,9 +27,8 @@ from .compare import (
     relative_logits,
     routed_difference,
 )
-from .following import Key, Run
-from .probe import dtype_of
 from .rounding import last_places_off
+from .runs import Key, Run, dtype_of
 from .subject import Subject, rounding_dtype
 
 # A gradient may differ by this many times the measured rounding: a bias has only few numbers, so its rounding varies
@@ -63,8 +62,8 @@ class Compared(NamedTuple):
 
     def rows(self, kind: str, of: str = "") -> list[Comparison]:
         """Return the comparisons of a report: of this kind, and of its gradients."""
-        forward = self.forward.named(kind, where=self.first or self.forward.where, of=of)
-        return [forward, *([] if self.gradients is None else [self.gradients.named(f"{kind} gradients", of=of)])]
+        rows = [self.forward._replace(kind=kind, where=self.first or self.forward.where, of=of)]
+        return rows if self.gradients is None else [*rows, self.gradients._replace(kind=f"{kind} gradients", of=of)]
 
 
 def compare(
@@ -75,27 +74,25 @@ def compare(
     rounding: Way | None = None,
     others: Sequence[Way] = (),
     gradients: bool = True,
-    names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
 ) -> Compared:
     """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
     The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
     compared; `others` run some documents, in which parameters get no gradients. Without `gradients` nothing gets any
-    and no graph is built. Rounding is measured in a way of its
-    own (by default the reference): run as it is, and with every value off by up to a last place. `names` of the three
-    are for the progress bar.
+    and no graph is built. Rounding is measured in a way of its own (by default the reference): run as it is, and with
+    every value off by up to a last place.
 
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
     """
     rounding, plus, minus = rounding or reference, *((1.0, -1.0) if gradients else (None, None))
-    subject.begin(names[0], 0.4)
+    subject.begin("each document alone", 0.4)
     subject.clear()
     expected, norms = reference(plus, {}), subject.sizes()
     copied = subject.copied()
     found = []
     for number, way in enumerate(candidates):
-        subject.begin(names[1], 0.25 / len(candidates))
+        subject.begin("the same documents packed", 0.25 / len(candidates))
         if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
             reference(plus, {}) if copied is None else subject.put_back(copied)
@@ -103,7 +100,7 @@ def compare(
     subject.begin("what rounding alone changes", 0.15)
     noise = _rounding(subject, rounding, expected, gradients)
     subject.clear()
-    subject.begin(names[2], 0.2)
+    subject.begin("documents in other arrangements", 0.2)
     found += [_differences(subject, way(minus, expected), expected) for way in others]
     comparison = _judged(subject, expected, norms, found, noise)
     # One draw of random last places may show less rounding than there is, and the reference may round more than the
@@ -118,9 +115,7 @@ def compare(
     overflows = comparison.gradients is not None and not math.isfinite(comparison.gradients.difference)
     if subject.anywhere(overflows) and subject.scale_down():
         del expected, copied, comparison  # this try's traces and gradients, before the next one takes memory
-        return compare(
-            subject, reference, candidates, rounding=rounding, others=others, gradients=gradients, names=names
-        )
+        return compare(subject, reference, candidates, rounding=rounding, others=others, gradients=gradients)
     return comparison
 
 
@@ -158,8 +153,7 @@ def layer_differences(run: Run, expected: Run, *, typical: bool) -> Differences:
                 layers[key, i] = routed_difference(value, other.trace[key], typical=typical)
             elif same and value.is_floating_point():
                 layers[key, i] = relative_difference(value, other.trace[key], typical=typical)
-        if own.states is not None and other.states is not None:
-            states[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
+        states[_STATES, i] = relative_difference(own.states, other.states, typical=typical)
         if own.logits is not None and other.logits is not None:
             # The softmax of a single logit has no mean to ignore.
             relative = relative_logits if own.logits.shape[-1] > 1 else relative_difference

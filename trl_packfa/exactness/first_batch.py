@@ -5,7 +5,10 @@ data, collator, template, adapter and kernel, and the code that scores labels in
 every token by itself, so log-probability and gradient of a few positions are compared; and the gradient of the head's
 weights, a sum over all positions, if they train.
 
-Shape letters: B rows, L row length, n tokens of a document, P trained positions, D model dim, V vocabulary.
+Of a padded batch that runs without its pads some rows are compared with each of them alone, inside that call,
+whichever code makes it.
+
+Shape letters: B rows, L row length, n tokens of a document or row, P trained positions, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from ..layout.padded_rows import PaddedRows
 from ..layout.shard import RowShard
 from ..override import set_inside
 from ..parallel.sequence_parallel import ShardedRowModel, shard_batch
-from ..parallel.zero3 import is_engine, is_in_parts
-from ..patching import router_loss
-from ..patching.apply import unpadding_of
+from ..parallel.zero3 import is_engine, is_in_parts, is_partitioned
+from ..patching import cross_attention, router_loss
+from ..patching.apply import find_state, unpadding_of
+from ..patching.handed_masks import handed_masks
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
+from ..patching.unpadding import states_of
 from .compare import nan_as_inf, relative_difference
-from .first_padded_batch import check_padded_call
 from .quiet import quiet
 from .rounding import last_places_off
 from .scoring import Scorer
-from .subject import rounding_dtype
+from .subject import compute_dtype, rounding_dtype
 
 # Every rank compares the same number of documents, because ranks that hold parts of a model run its forwards together;
 # if it has fewer, it runs the first tokens of one again. They hold no more than a share of the batch's tokens, unless
@@ -48,7 +52,7 @@ from .subject import rounding_dtype
 _DOCUMENTS, _ROUNDED, _SHARE, _AGAIN = 8, 3, 0.4, 2
 # Number of positions at which the head is compared, and number of positions whose logits are in memory at a time.
 _SAMPLES, _CHUNK = 16, 64
-# A document with fewer trained tokens has no meaningful median.
+# A document with fewer trained tokens, or a row with fewer tokens, has no meaningful median.
 _FEW = 8
 
 
@@ -114,6 +118,68 @@ def _check_padded(model: nn.Module, batch: Mapping[str, Any]) -> list[Comparison
     with quiet(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
         trained_outputs(model, batch, model)
     return [comparison._replace(where=type(patched).__name__) for comparison in found if comparison is not None]
+
+
+def check_padded_call(
+    model: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
+) -> Comparison | None:
+    """Compare a patched model's call without padding, from inside it; see [`compare_padded_batch`].
+
+    Return `None` if the backbone cannot run again there: with sharded weights, which are gathered once per call, and
+    with activated LoRA, which finds its invocation tokens outside of the backbone.
+    """
+    state = find_state(model)
+    assert state is not None and state.unpadding is not None
+    sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
+    if sharded or is_partitioned(model) or state.invocations:
+        return None
+    # The model is called again, which is neither counted nor watched.
+    with set_inside(state.unpadding, **{**vars(state.unpadding), "watch": None}):
+        return compare_padded_batch(state.parts.stack, forward, call, rows)
+
+
+@torch.no_grad()
+def compare_padded_batch(
+    backbone: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
+) -> Comparison:
+    """Run a padded call again without padding and without dropout, and compare some of its rows with the rows alone.
+
+    `forward` is the unpatched forward of this patched backbone.
+    """
+    chosen = _choose_rows(rows)
+    with quiet(backbone, training=True):
+        # Not the module, whose hooks belong to the run: one may keep only the labelled positions for the LM head.
+        together = states_of(backbone.forward(**call))
+        alone = [_row_alone(forward, call, rows, i) for i in chosen]
+        with last_places_off(backbone):
+            rounded = [_row_alone(forward, call, rows, i) for i in chosen]
+    least, found = TOLERANCES[compute_dtype(backbone, together.dtype)].outputs, []
+    for i, own, off in zip(chosen, alone, rounded, strict=True):
+        start, length = rows.starts[i], rows.lengths[i]
+        found_together = together[i, start : start + length]
+        # Compare the tokens after a shared prefix separately too, because they may be few of a row's tokens.
+        for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
+            difference, noise = (
+                relative_difference(states[-last:], own[-last:], typical=True) for states in (found_together, off)
+            )
+            which = f"a row of {length} tokens"
+            found.append(Comparison.beside_rounding("padded batch", difference, noise, least, of=which))
+    return nearest(found)
+
+
+def _choose_rows(rows: PaddedRows) -> list[int]:
+    """Choose the first, last, longest and shortest row: four on every rank, because ranks run forwards together."""
+    real = [i for i, length in enumerate(rows.lengths) if length]
+    by_length = sorted(real, key=lambda i: rows.lengths[i])
+    return [real[0], real[-1], by_length[-1], by_length[0]]
+
+
+def _row_alone(forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, row: int) -> torch.Tensor:
+    """Run one row alone; return its hidden states `(n, D)`."""
+    own = {**rows.row_of_call(call, row), **cross_attention.row_of_call(call, rows, row)}
+    if (masks := handed_masks(call.get("attention_mask"))) is not None:
+        own["attention_mask"] = masks.of_row(rows, row)
+    return states_of(forward(**own))[0]
 
 
 def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -222,7 +288,7 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
         log_probs = torch.empty(labels.numel(), device=labels.device)
         for part in parts:
             logits = scorer(call, (labels.shape[0], labels.shape[1]), part).logits
-            if scorer.head is None:
+            if scorer.head is None or logits is None:
                 return None
             own = torch.log_softmax(logits.float(), -1).gather(-1, labels.flatten()[part, None])[:, 0]
             for total, gradient in zip(expected, _gradients(-own.sum() / len(trained), params), strict=True):
@@ -234,9 +300,9 @@ def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Mapping[nn.
     differences = {
         "the gradient of the hidden states": relative_difference(*at_samples),
         "the gradient of its weights": max(
-            (_off(*pair) for pair in zip(by_head[1:], expected[1:], strict=True)), default=0.0
+            (_relative(*pair) for pair in zip(by_head[1:], expected[1:], strict=True)), default=0.0
         ),
-        "the log-probability": _off(scored[samples], log_probs[samples]),
+        "the log-probability": _relative(scored[samples], log_probs[samples]),
         "the loss": nan_as_inf(abs(loss + float(scored[trained].mean())) / max(abs(loss), 1.0)),
     }
     what = max(differences, key=lambda name: differences[name])
@@ -282,7 +348,5 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
         return [gradient.float() for gradient in torch.autograd.grad(loss, params)]
 
 
-def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference, relative; infinite if a value is not finite."""
-    difference = (actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
-    return nan_as_inf(float(difference))
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return relative_difference(actual[None], expected[None])  # all numbers together are one vector

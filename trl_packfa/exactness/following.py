@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,54 +23,12 @@ from torch.autograd import Function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..patching.apply import PatchState
-from .documents import Documents
+from .runs import Arrangement, Key, Run, Trace
 
 _ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)
 _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
 # A choice that changes in one of so many runs, whose inputs are off by up to so many last places, is near a tie.
 _TIES_DRAWN, _TIE_PLACES = 32, 4.0
-
-
-class Key(NamedTuple):
-    """Name of a traced tensor."""
-
-    # `entered`: input of a layer or router; `left`: output of a token mixer; `routed`: of a router, by itself
-    kind: str
-    module: str
-    call: int  # number of the module's call in this forward
-    tensor: int = 0
-
-
-Trace: TypeAlias = "dict[Key, torch.Tensor]"
-
-
-class Result(NamedTuple):
-    """Result of one document in one run."""
-
-    states: torch.Tensor | None  # the LM head's input `(n, D)`; `None` if the model has no such head
-    # Logits `(k, V)` of the scored positions, if any. Without an LM head the model's result, `(n, V)` or `(1, V)`.
-    logits: torch.Tensor | None
-    gradient: torch.Tensor | None = None  # of the embeddings, `(n, D)`, if it was taken
-    trace: Trace = {}
-
-    def detached(self) -> Result:
-        """Return states and logits without their graph."""
-        states, logits = (None if part is None else part.detach() for part in self[:2])
-        return Result(states, logits)
-
-    @property
-    def tensors(self) -> Documents:
-        """Logits and states, if there are any."""
-        return [tensor for tensor in (self.logits, self.states) if tensor is not None]
-
-    @property
-    def output(self) -> torch.Tensor:
-        """The LM head's input, or the result of a model without such a head."""
-        return self.tensors[-1]
-
-
-# The results of one run by the number of the document.
-Run: TypeAlias = dict[int, Result]
 
 
 class Parts(NamedTuple):
@@ -124,18 +82,16 @@ class _HandOver(Function):
 class Following:
     """One forward whose documents are traced.
 
-    `places` maps each document to the numbers `(n,)` of its tokens among the `B * L` of a call of this `shape`. The
-    inputs in `handed` replace those of its layers and routers, and what routers choose there replaces their choices.
-    With `free` those of the layers alone are replaced, and mixers' inputs are traced, too. `traces` get the layers'
-    own inputs, and the own outputs of mixers and routers; those of a router are as in `handed` at tokens whose choice
-    is near a tie.
+    The inputs in `handed` replace those of its layers and routers, and what routers choose there replaces their
+    choices. With `free` those of the layers alone are replaced, and mixers' inputs are traced, too. `traces` get the
+    layers' own inputs, and the own outputs of mixers and routers; those of a router are as in `handed` at tokens whose
+    choice is near a tie.
     """
 
-    def __init__(
-        self, places: Mapping[int, torch.Tensor], shape: tuple[int, int], handed: Run, *, free: bool = False
-    ) -> None:
-        self.places, self.shape, self.handed, self.free = places, shape, handed, free
-        self.traces: dict[int, Trace] = {document: {} for document in places}
+    def __init__(self, arrangement: Arrangement, handed: Run, *, free: bool = False) -> None:
+        self.arrangement, self.places, self.shape = arrangement, arrangement.places, arrangement.shape
+        self.handed, self.free = handed, free
+        self.traces: dict[int, Trace] = {document: {} for document in self.places}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._routers: frozenset[str] = frozenset()
         self._inside: frozenset[str] = frozenset()  # modules in layers whose inputs are only compared

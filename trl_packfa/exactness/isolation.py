@@ -2,7 +2,7 @@
 
 Some documents are replaced, and the others must not change by one bit; some documents have a loss, and the others must
 get no gradient at all. Two runs ([`replacements`]) and one loss ([`losses`]) tell every two documents apart, in both
-directions.
+directions; fewer runs ([`alternating`]) only neighbours.
 
 Some kernels of accelerators give other bits in every run of the same tokens. So a change counts as a leak only if it
 is larger than the changes between repeated runs, and those must be no larger than rounding.
@@ -11,7 +11,6 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import combinations, compress
 from typing import NamedTuple, TypeAlias
 
@@ -19,12 +18,11 @@ import torch
 
 from ..comparison import TOLERANCES, nearest
 from .compare import Differences, judged_layers, largest, relative_difference, share
-from .documents import Documents, alternating, losses, replacements
+from .documents import Documents, losses, replacements
 from .engine import layer_differences
-from .following import Key, Result, Run, Trace
-from .parity import run_packed
-from .probe import Arrangement, Probe, dtype_of, take_gradients
+from .probe import Probe
 from .quiet import modes_kept
+from .runs import Arrangement, Key, Result, Run, Trace, dtype_of, random_losses, take_gradients
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -49,35 +47,34 @@ class Isolation(NamedTuple):
 def measure_isolation(
     probe: Probe,
     arrangement: Arrangement,
+    runs: Sequence[tuple[bool, ...]],
     noise: Differences,
     scale: float,
     *,
     backward: bool,
-    pairs: bool = True,
-    both: bool = False,
+    both: bool,
 ) -> Isolation:
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
-    `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` not
-    every two documents are told apart, only neighbours. With `both` every second run, or one more, is in evaluation
-    mode, and a difference from training mode counts.
+    Each of the `runs` replaces these of the documents. `noise` is the rounding of every layer, `scale` the standard
+    deviation of the LM head's input. With `both` every second run, or one more, is in evaluation mode, and a
+    difference from training mode counts; a single run measures nothing else.
     """
     subject, documents = probe.subject, arrangement.documents
-    runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = [[documents[i] for i in own] for own in losses(len(documents), len(runs))] if backward else []
     # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[Documents, int]] = {}
-    regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups else None
+    regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups and len(runs) > 1 else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
-    mixes = both and not backward and regrouping is None
+    mixes = both and not backward and regrouping is None and len(runs) > 1
 
     def run(number: int) -> Run:
         tokens = probe.replaced(documents, runs[number])
         if not backward:
-            return forward(probe, arrangement, tokens, evaluated=mixes and number % 2 > 0)
+            return _forward(probe, arrangement, tokens, evaluated=mixes and number % 2 > 0)
         with subject.frozen(), probe.embedded() as embedded:
             found = probe.packed(arrangement, tokens)
-            take_gradients(probe.losses({i: found[i] for i in trained[number]}), subject.loss_scale)
+            take_gradients(random_losses({i: found[i] for i in trained[number]}, probe.seed), subject.loss_scale)
         return arrangement.with_gradients({i: own.detached() for i, own in found.items()}, embedded)
 
     for number, which in enumerate(runs):
@@ -109,12 +106,12 @@ def measure_isolation(
             # Multiplied by 0 instead of zeros, so that NaN stays NaN and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
     if both and not mixes:
-        evaluated = forward(probe, arrangement, evaluated=True)
+        evaluated = _forward(probe, arrangement, evaluated=True)
         worst_moved = max(worst_moved, *(largest(own.tensors, met[i, False][0]) for i, own in evaluated.items()))
     return Isolation(worst_moved, regrouped, unsteady, leaked, worst_runs, arrangement)
 
 
-def forward(
+def _forward(
     probe: Probe, arrangement: Arrangement, tokens: Documents | None = None, *, evaluated: bool = False
 ) -> Run:
     """Run packed documents as their mode does: with a graph in training mode, without one in evaluation mode.
@@ -184,7 +181,7 @@ class _Regrouping:
         numbered = list(zip(documents, which, strict=True))
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.probe, self.arrangement, None, before, tokens=tokens, free=True)
+        run = self.probe.run_packed(self.arrangement, None, before, tokens=tokens, free=True)
         for i, replaced in numbered:
             self.met.setdefault((i, replaced), run[i])
         if not before:
@@ -224,21 +221,7 @@ def measure_control(probe: Probe) -> float:
         probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), without_boundaries=True)
         for replaced in ((False,) * len(which), which)
     )
-    before, after = ([own.logits for own in run.values() if own.logits is not None] for run in runs)
+    before, after = ([own.tensors[0] for own in run.values()] for run in runs)
     scale = float(torch.cat(before).float().std())
     stay = [not replaced for replaced in which]
     return share(largest(compress(after, stay), compress(before, stay)), scale)
-
-
-@torch.no_grad()
-def first_leak(probe: Probe, leak: Isolation) -> str | None:
-    """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
-    tokens = (probe.replaced(leak.where.documents, replaced) for replaced in leak.which)
-    before, after = (probe.outputs_in(leak.where, partial(probe.packed, leak.where, own)) for own in tokens)
-    stay = [i for i, (one, other) in enumerate(zip(*leak.which, strict=True)) if one == other]
-    moved = (
-        name
-        for name in before
-        if name in after and largest((after[name][i] for i in stay), (before[name][i] for i in stay)) > 0
-    )
-    return next(moved, None)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comparison import TOLERANCES, VISIBLE, Comparison
+from ..comparison import VISIBLE, Comparison
 from ..compile import runs_compiled, uncompiled
 from ..data.collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
@@ -20,11 +22,11 @@ from ..kernels.random_states import devices_of, random_states
 from ..memory import return_freed_memory
 from ..override import attributes_set
 from ..parallel.zero3 import gradients_taken, whole_size
-from ..patching.apply import PatchState, find_state
+from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import NAME, named_state, runs_by_name
 from ..versions import MINIMUM_VERSIONS, installed_version
-from .compare import largest
+from .compare import relative_difference
 from .depth import layers_to_skip, skipping
 from .documents import (
     LONG_ROWS,
@@ -34,16 +36,19 @@ from .documents import (
     SHORT,
     Documents,
     add_templates,
+    alternating,
     draw_documents,
     draw_shapes,
     known_tokens,
     long_lengths,
+    replacements,
 )
-from .isolation import Isolation, first_leak, forward, measure_control, measure_isolation
-from .parity import first_difference, measure_parity
-from .probe import Arrangement, Collator, Probe, dtype_of, special_tokens, vocabulary_of
+from .engine import Compared, compare
+from .isolation import Isolation, measure_control, measure_isolation
+from .probe import Collator, Probe, special_tokens, vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
+from .runs import Arrangement, dtype_of
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
 
@@ -98,19 +103,23 @@ def check(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # it is the same on every rank, and gradients need not be shared here
     started = time.perf_counter()
-    known = known_tokens(documents, processing_class, vocabulary_of(model))
+    vocabulary = vocabulary_of(model)
+    known = known_tokens(documents, processing_class, vocabulary)
     measured: list[ExactnessReport] = []
     # Prefixes change with the documents that are replaced, and rounding with them: `check_unpadding` measures them.
     alone = [] if state.unpadding is None else [(state.unpadding, "sharing", None)]
     with gradients_taken(model) as gradient_parts, torch.enable_grad(), attributes_set(alone):
-        drawn = _draw(model, state, known, seed)
+        most = max_positions(find_backbone(model, state.patch))
+        lengths = long_lengths(state.parts.windows, most, tiled=_has_tiles(device_of(model)))
+        drawn = draw_documents(lengths, known, vocabulary, seed)
+        add_templates(*drawn, special_tokens(model, vocabulary), seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True):
             whole = Subject(model, state, gradient_parts, progress)
-            short = _short_probe(whole, collator, drawn, seed)
-            drawn_before: list[bool] = []  # by each run of one document
-            skipped = layers_to_skip(whole, lambda: drawn_before.append(_draws_random_numbers(short)))
-            draws = drawn_before[0] if drawn_before else _draws_random_numbers(short)
+            # A few of the drawn documents, for the whole model.
+            short = Probe(whole, collator, *([documents[i] for i in SHORT] for documents in drawn), seed=seed)
+            draws = _draws_random_numbers(short)
+            skipped = layers_to_skip(whole, partial(short.alone, 0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
             long = Probe(kinds, collator, *drawn, seed, scored=sum(SHAPES[SCORED], ()))
             if not draws:
@@ -144,20 +153,6 @@ def check(
     )
 
 
-def _draw(model: nn.Module, state: PatchState, known: torch.Tensor, seed: int) -> tuple[Documents, Documents]:
-    """Return the documents for every arrangement, and a replacement for each."""
-    vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
-    lengths = long_lengths(state.parts.windows, most, tiled=_has_tiles(device_of(model)))
-    drawn = draw_documents(lengths, known, vocabulary, seed)
-    add_templates(*drawn, special_tokens(model, vocabulary), seed)
-    return drawn
-
-
-def _short_probe(subject: Subject, collator: Collator, drawn: tuple[Documents, Documents], seed: int) -> Probe:
-    """Return a probe with a few of the drawn documents, for the whole model."""
-    return Probe(subject, collator, *([documents[i] for i in SHORT] for documents in drawn), seed=seed)
-
-
 def _has_tiles(device: torch.device) -> bool:
     return device.type != "cpu"  # kernels of accelerators work in tiles of 64 to 128 tokens
 
@@ -172,60 +167,60 @@ def _measure(
     report is of this mode alone.
     """
     whole, kinds = short.subject, long.subject
-    shapes = [long.arranged(rows) for rows in (SHAPES | draw_shapes(long.seed)).values()]
+    shapes = {name: long.arranged(rows) for name, rows in (SHAPES | draw_shapes(long.seed)).items()}
     trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
-        few = measure_parity(short, [short.row], gradients=gradients)
+        few = _compare_with_alone(short, [short.row], gradients=gradients)
         with skipping(kinds.skipped):
-            many = measure_parity(long, trained, shapes, gradients=gradients)
-    scale = float(torch.cat([own.output.float() for own in few.reference.values()]).std())
+            many = _compare_with_alone(long, trained, shapes.values(), gradients=gradients)
+    scale = float(torch.cat([own.states.float() for own in few.reference.values()]).std())
     whole.begin("whether documents see each other", 0.1)
 
-    def in_whole_model(*, both: bool) -> Isolation:
-        return measure_isolation(short, short.row, few.noise, scale, backward=True, both=both)
-
-    def isolations(first: Isolation, *, both: bool) -> list[tuple[Isolation, Probe]]:
-        found = [(first, short)]
+    def isolations(*, both: bool) -> list[tuple[Isolation, Probe]]:
+        options = {"scale": scale, "both": both}
+        runs = replacements(len(short.lengths))
+        found = [(measure_isolation(short, short.row, runs, few.noise, backward=True, **options), short)]
+        if both and whole.anywhere(not found[0][0].forward <= 0):
+            return found
         with skipping(kinds.skipped):
             # Gradients of one row were measured above, those of several rows are measured here; in other arrangements
             # they were compared with those of the documents alone. With experts each run needs a second one, which
             # explains how other tokens change the rounding of sums, so most arrangements are only compared.
-            neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
-            rows = long.arranged(SHAPES[SEVERAL_ROWS])
-            for shape in (*neighbours, rows, long.row):
-                options = {"backward": shape is rows, "pairs": shape in (rows, long.row), "both": both}
-                found.append((measure_isolation(long, shape, many.noise, scale, **options), long))
+            for shape in (*shapes.values(), long.row):
+                number, is_rows = len(shape.documents), shape is shapes[SEVERAL_ROWS]
+                if is_rows or shape is long.row:
+                    runs = replacements(number)
+                elif number > 1 and not kinds.regroups:
+                    runs = alternating(number)
+                elif both:
+                    runs = [(False,) * number]
+                else:
+                    continue
+                found.append((measure_isolation(long, shape, runs, many.noise, backward=is_rows, **options), long))
         return found
 
-    in_whole = in_whole_model(both=both)
-    if both and whole.anywhere(not in_whole.forward <= 0):  # a leak, or the modes differ
-        in_whole, both = in_whole_model(both=False), False
-    isolated = isolations(in_whole, both=both)
-    if both:
-        with skipping(kinds.skipped):
-            alone = [shape for shape in shapes if kinds.regroups or len(shape.documents) == 1]
-            differs = any([_modes_differ(long, shape) for shape in alone])  # a list: every rank runs all of them
-        if whole.anywhere(differs or any(not found.forward <= 0 for found, _ in isolated)):
-            isolated, both = isolations(in_whole, both=False), False
+    isolated = isolations(both=both)
+    if both and whole.anywhere(any(not found.forward <= 0 for found, _ in isolated)):  # a leak, or the modes differ
+        isolated, both = isolations(both=False), False
     leaking, leaky = max(isolated, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     parameters = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(parameters, key=lambda finding: finding.excess, default=None)
     leaked = [found.gradients for found, _ in isolated if found.gradients is not None]
     first = None
-    for found, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes])):
+    for found, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes.values()])):
         # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
         if whole.anywhere(not found.forward.excess <= 1):
             with skipping(probe.subject.skipped):
-                first = first_difference(probe, tried[found.where], found.forward.allowed) or found.first
+                first = _first_difference(probe, tried[found.where], found.forward.allowed) or found.first
             break
     leak = None
     if whole.anywhere(leaking.forward > 0):
         with skipping(leaky.subject.skipped):
-            leak = first_leak(leaky, leaking)
+            leak = _first_leak(leaky, leaking)
     runs = (few.reference, many.reference)
     dtype, rounding = (find(whole.model, dtype_of(few.reference)) for find in (compute_dtype, rounding_dtype))
-    parity = forward.named("parity", where=first or forward.where)
+    parity = forward._replace(where=first or forward.where)
     regrouped, unsteady = (max(getattr(found, name) for found, _ in isolated) for name in ("regrouped", "unsteady"))
     off = sum(not bool(values.isfinite().all()) for run in runs for own in run.values() for values in own.tensors)
     report = ExactnessReport(
@@ -235,7 +230,7 @@ def _measure(
             *([Comparison("steadiness", unsteady, math.inf, of=f"{unsteady:.1e}")] if unsteady else []),
             *([Comparison("input gradients", max(leaked), 0.0)] if leaked else []),
             parity,
-            Comparison("loss", short.loss_difference(), TOLERANCES[torch.float64].losses),
+            Comparison("labels", short.wrong_labels(), 0.0),
             *([] if gradient is None else [gradient]),
             Comparison("control", measure_control(short), VISIBLE),
         ),
@@ -247,6 +242,59 @@ def _measure(
     return report, both
 
 
+def _compare_with_alone(
+    probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = (), *, gradients: bool
+) -> Compared:
+    """Compare the documents in some arrangements with the documents alone.
+
+    Those in `trained` hold all documents, and the gradient of every parameter is compared. In the others only the
+    gradients of the embeddings are compared. `Compared.where` counts both, in this order. Without `gradients`
+    all run under `torch.no_grad()`.
+    """
+    return compare(
+        probe.subject,
+        probe.run_alone,
+        [partial(probe.run_packed, arrangement) for arrangement in trained],
+        # Packed, not alone: that needs two runs instead of one for each document, and rounding is of equal size.
+        rounding=partial(probe.run_packed, trained[-1]),
+        others=[partial(probe.run_packed, arrangement, frozen=True) for arrangement in others],
+        gradients=gradients,
+    )
+
+
+@torch.no_grad()
+def _first_difference(probe: Probe, arrangement: Arrangement, allowed: float) -> str | None:
+    """Return the first module whose packed output for a document differs from that of the document alone."""
+    # No inputs are replaced here, so differences grow from layer to layer, and the first shows where they begin.
+    packed = probe.outputs_in(arrangement, partial(probe.packed, arrangement))
+    alone = [
+        probe.outputs_in(Arrangement.of_one(i, probe.lengths[i]), partial(probe.alone, i))
+        for i in arrangement.documents
+    ]
+    own = {name: [document[name][0] for document in alone if name in document] for name in packed}
+    return _first_module(packed, own, allowed)
+
+
+@torch.no_grad()
+def _first_leak(probe: Probe, leak: Isolation) -> str | None:
+    """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
+    tokens = (probe.replaced(leak.where.documents, replaced) for replaced in leak.which)
+    runs = (probe.outputs_in(leak.where, partial(probe.packed, leak.where, own)) for own in tokens)
+    stay = [one == other for one, other in zip(*leak.which, strict=True)]
+    before, after = ({name: list(compress(outputs, stay)) for name, outputs in run.items()} for run in runs)
+    return _first_module(before, after, 0.0)
+
+
+def _first_module(found: dict[str, Documents], expected: dict[str, Documents], allowed: float) -> str | None:
+    """Return the first module whose outputs for some document differ by more than is allowed."""
+    for name, outputs in found.items():
+        others = expected.get(name, [])
+        same = [a.shape for a in outputs] == [b.shape for b in others]
+        if same and any(not relative_difference(a, b) <= allowed for a, b in zip(outputs, others, strict=True)):
+            return name
+    return None
+
+
 @torch.no_grad()
 def _draws_random_numbers(probe: Probe) -> bool:
     """Tell whether running a document alone draws random numbers; some models do so for their gradients only."""
@@ -256,12 +304,6 @@ def _draws_random_numbers(probe: Probe) -> bool:
     probe.alone(0)
     after = random_states(devices)
     return probe.subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-
-
-def _modes_differ(probe: Probe, arrangement: Arrangement) -> bool:
-    """Tell whether evaluation mode gives other bits than this mode in one arrangement."""
-    now, evaluated = forward(probe, arrangement), forward(probe, arrangement, evaluated=True)
-    return any(largest(now[i].tensors, own.tensors) != 0 for i, own in evaluated.items())
 
 
 def _training(model: nn.Module) -> str:

@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, S documents, V vocabulary, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,45 +16,25 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ..errors import InvalidLayout
-from ..layout import PackedLayout
 from ..layout.call_context import current_call, in_call
 from ..layout.from_call import layout_of
 from ..patching.inspect import inner_model, known_ids, known_labels
 from .documents import Documents
-from .following import Following, Result, Run
+from .following import Following
+from .runs import Arrangement, Rows, Run, random_losses, take_gradients
 from .scoring import Scorer
 from .subject import Subject, device_of
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
-Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-def dtype_of(run: Run) -> torch.dtype:
-    """Return the dtype of the logits, or of the LM head's input if there are no logits."""
-    logits = [own.logits for own in run.values() if own.logits is not None]
-    return (logits or [own.output for own in run.values()])[0].dtype
-
-
-def take_gradients(losses: Sequence[torch.Tensor], scale: float) -> None:
-    """Add `scale` times the gradients of the sum of some losses; as the Trainer's backward, without autocast."""
-    if losses:
-        with torch.autocast(losses[0].device.type, enabled=False):
-            (scale * torch.stack(list(losses)).sum()).backward()
-
-
-def traced(
-    subject: Subject,
-    call: Callable[[], Run],
-    following: Following,
-    sign: float | None,
-    losses: Callable[[Run], Sequence[torch.Tensor]],
-) -> Run:
-    """Run documents with traces; with `sign` add the gradients of their `losses`."""
+def traced(subject: Subject, call: Callable[[], Run], following: Following, sign: float | None, seed: int) -> Run:
+    """Run documents with traces; with `sign` add the gradients of [`random_losses`]."""
     # No graph is built if no gradients are taken: PEFT's activated LoRA allows one forward for each backward.
     with torch.set_grad_enabled(sign is not None), following.attached(subject.parts):
         run = call()
         if sign is not None and subject.trained:
-            take_gradients(losses(run), sign * subject.loss_scale)
+            take_gradients(random_losses(run, seed, head=subject.whole), sign * subject.loss_scale)
     return {i: own.detached()._replace(trace=following.traces[i]) for i, own in run.items()}
 
 
@@ -92,7 +72,7 @@ class Probe:
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
         order = [i if i < len(tokens) else None for i in range(layout.num_documents)]
-        self.row = Arrangement(layout, order)
+        self.row = Arrangement.of_layout(layout, order)
 
     def arranged(self, rows: Rows) -> Arrangement:
         """Arrange these documents in rows; shorter rows end in padding."""
@@ -112,10 +92,11 @@ class Probe:
             batch = self.collator(_examples(tokens))
         else:
             # The collator makes only one row, so this batch is made here.
-            ids = torch.zeros(arrangement.layout.num_tokens, dtype=torch.long)
+            layout = arrangement.layout
+            assert layout is not None
+            ids = torch.zeros(layout.num_tokens, dtype=torch.long)
             for place, document in zip(arrangement.places.values(), tokens, strict=True):
                 ids[place] = document
-            layout = arrangement.layout
             batch = {
                 "input_ids": ids.view(arrangement.shape),
                 "position_ids": layout.position_ids(),
@@ -123,57 +104,61 @@ class Probe:
             }
         if without_boundaries:
             batch = {"input_ids": batch["input_ids"]}
-        scored = [self._scored(arrangement.documents, len(ids)) for ids in tokens]
-        places = torch.cat([place[own] for place, own in zip(arrangement.places.values(), scored, strict=True)])
-        found = self._score(self._call_of(batch), arrangement.shape, places)
-        logits = [own if len(own) else None for own in found.logits.split([len(own) for own in scored])]
-        results = map(Result, arrangement.split(found.states), logits)
-        return dict(zip(arrangement.documents, results, strict=True))
-
-    def _call_of(self, batch: dict[str, Any]) -> Any:
         # With labels the model would compute a loss, which nobody reads.
-        return send_to_device({name: value for name, value in batch.items() if name != "labels"}, self.device)
+        call: Any = send_to_device({name: own for name, own in batch.items() if name != "labels"}, self.device)
+        return self._score_documents(call, arrangement)
 
     def alone(self, document: int) -> Run:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
         with in_call(replace(current_call(), masks_as_sdpa=True)):
-            found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored((document,), ids.shape[1]))
-        return {document: Result(found.states[0], found.logits if len(found.logits) else None)}
+            return self._score_documents({"input_ids": ids}, Arrangement.of_one(document, ids.shape[1]))
 
-    def _scored(self, documents: Sequence[int], length: int) -> torch.Tensor:
-        """Return the positions that are scored of a document of this length, in an arrangement of `documents`."""
-        return torch.arange(length if self.scored.issuperset(documents) else 0)
+    def _score_documents(self, call: dict[str, Any], arrangement: Arrangement) -> Run:
+        is_scored = self.scored.issuperset(arrangement.documents)
+        places = arrangement.places.values()
+        return arrangement.run(self._score, call, [own if is_scored else own[:0] for own in places])
 
-    def losses(self, run: Run, *, head: bool = False) -> list[torch.Tensor]:
-        """Return a fixed random weighting of the states of each document, and with `head` of the logits."""
-        terms = []
-        for document, own in run.items():
-            # Each document has its own seed, so it gets the same weights alone, packed, and among others.
-            generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            for values in (own.states, own.logits if head else None):
-                if values is None or not values.requires_grad:
-                    continue
-                by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
-                # Each token gets its own weight: a sum of equal terms stops growing in half precision.
-                by_token = torch.randn(len(values), generator=generator)
-                terms.append(by_token.to(values.device) @ (values.float() @ by_feature.to(values.device)))
-        return terms
+    def run_packed(
+        self,
+        arrangement: Arrangement,
+        sign: float | None,
+        handed: Run,
+        *,
+        tokens: Documents | None = None,
+        frozen: bool = False,
+        free: bool = False,
+    ) -> Run:
+        """Run documents packed, with the inputs in `handed` for their layers; with `sign` add their gradients.
 
-    @torch.no_grad()
-    def loss_difference(self) -> float:
-        """Return the difference between the mean losses under the collator's labels and under each own next token."""
-        batch = self.collator(_examples(self.tokens))
+        If `frozen`, only the embeddings get gradients. If `free`, routers choose by themselves.
+        """
+        following = Following(arrangement, handed, free=free)
+        with self.subject.frozen() if frozen else nullcontext():
+            return self._run(lambda: self.packed(arrangement, tokens), sign, following)
+
+    def run_alone(self, sign: float | None, handed: Run) -> Run:
+        """Run every document by itself and add its gradients; the layers get their own inputs."""
+        found: Run = {}
+        for document, length in enumerate(self.lengths):
+            following = Following(Arrangement.of_one(document, length), {})
+            found |= self._run(partial(self.alone, document), sign, following)
+            self.subject.note_gain()
+        return found
+
+    def _run(self, call: Callable[[], Run], sign: float | None, following: Following) -> Run:
+        with nullcontext([]) if self.subject.whole or sign is None else self.embedded() as embedded:
+            run = traced(self.subject, call, following, sign, self.seed)
+        return following.arrangement.with_gradients(run, embedded, sign or 1.0)
+
+    def wrong_labels(self) -> float:
+        """Return the share of the collator's labels that are not the document's own next token."""
         # The places leave out a collator's padding. After a document's last token comes the first label of the next
         # document, which is -100.
-        labels = batch["labels"].flatten()[torch.cat([*self.row.places.values()])][1:]
-        own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])[:-1]
-        if torch.equal(labels, own):
-            return 0.0
-        outputs = self.model(**self._call_of(batch), use_cache=False)
-        logits = torch.cat(self.row.split(outputs.logits)).float()[:-1]
-        return abs(_mean_loss(logits, labels.to(self.device)) - _mean_loss(logits, own.to(self.device)))
+        labels = self.collator(_examples(self.tokens))["labels"].flatten()[torch.cat([*self.row.places.values()])]
+        own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])
+        return float((labels[1:] != own[:-1]).float().mean())
 
     @contextmanager
     def embedded(self) -> Iterator[list[torch.Tensor]]:
@@ -208,59 +193,6 @@ class Probe:
         return seen
 
 
-class Arrangement:
-    """The places of each document's tokens in a batch.
-
-    Args:
-        layout ([`PackedLayout`]), order (`Sequence[int | None]`):
-            The layout of the batch, and the number of the document in each of its places, `None` for padding.
-
-    Attributes:
-        documents (`tuple[int, ...]`): the numbers of the documents, ascending.
-        places (`dict[int, torch.Tensor]`): for each of them the numbers of its tokens among the `B * L`.
-    """
-
-    def __init__(self, layout: PackedLayout, order: Sequence[int | None]) -> None:
-        self.layout = layout
-        numbered = zip(order, layout.split(torch.arange(layout.num_tokens)), strict=True)
-        places = {document: numbers for document, numbers in numbered if document is not None}
-        self.documents = tuple(sorted(places))
-        self.places = {document: places[document] for document in self.documents}
-
-    @classmethod
-    def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
-        """Arrange the documents in several rows of equal length, padded by documents that are no longer than these."""
-        # Lengths (11, 24, 150) in rows ((0, 2), (1,)) give rows of 161 tokens: packed [11, 150, 24, 137], order
-        # [0, 2, 1, None]. A model with a table of positions has no positions for a longer padding.
-        longest, most = max(sum(lengths[i] for i in row) for row in rows), max(lengths)
-        packed: list[int] = []
-        order: list[int | None] = []
-        for row in rows:
-            whole, rest = divmod(longest - sum(lengths[i] for i in row), most)
-            padding = [most] * whole + ([rest] if rest else [])
-            packed += [*(lengths[i] for i in row), *padding]
-            order += [*row, *(None for _ in padding)]
-        return cls(PackedLayout.from_lengths(packed, rows=len(rows), device=device), order)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the batch, `(B, L)`."""
-        return self.layout.rows, self.layout.row_length
-
-    def split(self, tensor: torch.Tensor) -> Documents:
-        """Return each document's part `(n, ...)` of a tensor `(B, L, ...)`."""
-        flat = tensor.flatten(0, 1)
-        return [flat[place] for place in self.places.values()]
-
-    def with_gradients(self, run: Run, embedded: Sequence[torch.Tensor], sign: float = 1.0) -> Run:
-        """Return a run with each document's part of the gradient of the embeddings, times `sign`."""
-        # A backbone that runs document by document embeds each group in its own call.
-        if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
-            return run
-        gradients = dict(zip(self.documents, self.split(embedded[0].grad), strict=True))
-        return {i: own._replace(gradient=sign * gradients[i]) for i, own in run.items()}
-
-
 def vocabulary_of(model: Any) -> int:
     """Return the number of tokens that the model can both read and predict."""
     return min(size for size in (known_ids(model), known_labels(model)) if size > 1)
@@ -278,10 +210,3 @@ def special_tokens(model: Any, vocabulary: int) -> list[int]:
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:
     return [{"input_ids": ids.tolist()} for ids in documents]
-
-
-def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the mean loss, summed in float64, so that another order of the same losses gives the same mean."""
-    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    # On the host, as Apple's devices have no float64.
-    return float(losses[labels != -100].cpu().double().mean())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..kernels.random_states import devices_of, random_states_kept
-from ..override import set_inside
+from ..override import attributes_set, set_inside
 from ..patching.apply import unpadding_of
 from ..patching.bitsandbytes import unconverted
 from ..patching.inspect import own_config
@@ -31,12 +31,12 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     calls and the random state are as before. With `training`, the model is in training mode, where some models run
     other kernels and layers are checkpointed, and every rate at which random numbers are drawn is set to 0.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     unpadding = unpadding_of(model)
     try:
         with (
             ExitStack() as silenced,
             modes_kept(model),
+            attributes_set((parameter, "grad", parameter.grad) for parameter in model.parameters()),
             random_states_kept(devices_of(model)),
             unconverted(model),
             fresh_frequencies(model),
@@ -51,8 +51,6 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 _silence(model, silenced)
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         # After a forward without a backward FSDP2 keeps its root's weights whole. Then a resumed run would not be
         # bit for bit the same as an uninterrupted one.
         for module in model.modules():
@@ -60,15 +58,9 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 module.reshard()
 
 
-@contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
+def modes_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Put back the mode of each module after a `with` block: parts may be in another mode than the model."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    return attributes_set((module, "training", module.training) for module in model.modules())
 
 
 def _silence(model: nn.Module, silenced: ExitStack) -> None:

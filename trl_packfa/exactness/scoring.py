@@ -23,10 +23,10 @@ from ..patching.unpadding import states_of
 
 
 class Scores(NamedTuple):
-    """Input of the head `(B, L, D)`, and logits `(K, V)` of some positions."""
+    """Input of the head `(B, L, D)`, and logits `(K, V)` of some positions, if there are any per position."""
 
     states: torch.Tensor
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class Scorer:
@@ -58,8 +58,8 @@ class Scorer:
                 return found
             self.head = None
         logits = output_of(self.model, call)
-        flat = logits.flatten(0, 1) if logits.shape[:2] == shape else logits
-        return Scores(logits, flat[places.to(flat.device)] if flat is not logits else flat)
+        per_token = logits.dim() > 2 and logits.shape[:2] == shape
+        return Scores(logits, logits.flatten(0, 1)[places.to(logits.device)] if per_token else None)
 
     def _run_sampled(self, call: dict[str, Any], shape: tuple[int, int], places: torch.Tensor) -> Scores | None:
         assert self.head is not None

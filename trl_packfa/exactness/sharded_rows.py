@@ -25,9 +25,9 @@ from ..patching.inspect import find_backbone, max_positions
 from .documents import draw_documents, known_tokens
 from .engine import compare
 from .first_batch import trained_outputs
-from .following import Result, Run
-from .probe import Collator, take_gradients, vocabulary_of
+from .probe import Collator, vocabulary_of
 from .quiet import quiet
+from .runs import Result, Run, take_gradients
 from .subject import Subject, device_of
 
 # Lengths of the documents in the row: some end inside a part, some are longer than a part, one is a single token.
@@ -62,7 +62,7 @@ def check_sharded_row(
         log_probs = trained_outputs(model, batch, called).log_probs
         if subject.trained and sign is not None:
             take_gradients([-log_probs.mean()], sign * subject.loss_scale)
-        return {0: Result(None, log_probs[0, :, None].detach().float())}
+        return {0: Result(log_probs[0, :, None].detach().float())}
 
     def run_shared(sign: float | None, handed: Run) -> Run:
         found = run(shared, sign, handed)

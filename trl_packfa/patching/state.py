@@ -38,7 +38,7 @@ class PatchState:
     unpadding: Unpadding | None = None
     # Why packed rows of text are not exact in a model with images or sounds, `None` if they are.
     packed_refusal: str | None = None
-    # Result of the check of `unpad=True`: an `UnpaddingReport`.
+    # Result of the check of `unpad=True`: an `ExactnessReport`.
     unpadding_report: Any = None
     # Result of the check of packing, if `patch` had to make one: an `ExactnessReport`.
     report: Any = None
