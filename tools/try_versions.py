@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the project may not be installed in the Python that runs this script
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate")
-_TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "shtab>=1.7.2")
+_TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6")
 _UPSTREAM = [f"git+https://github.com/huggingface/{name}" for name in ("transformers", "trl", "peft")]
 _BATTERY = ("-m", "versions and not slow", "--ignore=tests/whole", "--continue-on-collection-errors", "-q")
 _READ_VERSIONS = """

@@ -11,8 +11,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .errors import InvalidLayout, MissingPackage
 from .layout import PackedLayout
 from .layout.from_call import layout_of
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#2a6f97", "#e07a1f", "#4c956c", "#9b5de5", "#c44536", "#6c757d")
-# Largest number of columns of a drawing in characters; longer rows are scaled down.
-_COLUMNS = 60
 
 
 def plot(
@@ -31,25 +27,23 @@ def plot(
     path: str | Path | None = None,
     *,
     sliding_window: int | None = None,
-) -> Figure | str:
+) -> Figure:
     """Draw the attention mask of a packed batch. Each document is a triangle, and the area between documents is white.
 
     ```python
-    >>> layout = PackedLayout.from_lengths([5, 9, 5])
-    >>> trl_packfa.plot(layout, "row.svg")
-    >>> print(trl_packfa.plot(layout, "row.txt"))
+    >>> trl_packfa.plot(PackedLayout.from_lengths([5, 9, 5]), "row.svg")
     ```
 
     Args:
         batch_or_layout ([`PackedLayout`] or `dict`):
             A layout, or a batch with document boundaries, for example from [`DataCollatorForPacking`].
         path (`str` or `Path`, *optional*):
-            File to write: `.svg`, `.png`, `.pdf`, or `.txt` for a drawing in characters, which needs no matplotlib.
+            File to write: `.svg`, `.png` or `.pdf`.
         sliding_window (`int`, *optional*):
             Number of tokens that a token may attend to, with itself.
 
     Returns:
-        `matplotlib.figure.Figure`, or the drawing itself if `path` ends in `.txt`.
+        `matplotlib.figure.Figure`: the drawing.
 
     Raises:
         [`InvalidLayout`]: if the batch has no document boundaries, or if the file type of `path` is unknown.
@@ -61,13 +55,12 @@ def plot(
             f"a batch with {sorted(batch_or_layout)} has no document boundaries.",  # type: ignore[arg-type]
             do="Pass a PackedLayout, or a batch of DataCollatorForPacking.",
         )
-    if path is not None and Path(path).suffix == ".txt":
-        drawing = "\n\n".join(_characters(row, sliding_window) for row in _rows(layout))
-        Path(path).write_text(drawing + "\n")
-        return drawing
-    require_matplotlib("trl_packfa.plot")
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackage(
+            "trl_packfa.plot needs matplotlib, which is not installed.", do="pip install 'trl-packfa[plots]'"
+        ) from error
     rows = _rows(layout)
     figure = Figure(figsize=(4.2 * len(rows), 4.2), layout="constrained")
     for i, row in enumerate(rows):
@@ -76,22 +69,8 @@ def plot(
         try:
             figure.savefig(path)
         except ValueError as error:
-            raise InvalidLayout(f"cannot draw into {path}.", why=[str(error)], do="Use .svg, .png or .txt.") from error
+            raise InvalidLayout(f"cannot draw into {path}.", why=[str(error)], do="Use .svg, .png or .pdf.") from error
     return figure
-
-
-def require_matplotlib(what: str) -> Any:
-    """Import matplotlib on use and return it.
-
-    Raise [`MissingPackage`] if it is not installed; the message names the extra that installs it.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingPackage(
-            f"{what} needs matplotlib, which is not installed.", do="pip install 'trl-packfa[plots]'"
-        ) from error
-    return matplotlib
 
 
 def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
@@ -125,21 +104,6 @@ def _draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None) -> No
         axis.set_major_locator(MaxNLocator(6, integer=True))
     documents = sum(not padding for _, padding in row)
     axes.set_title(f"{documents} documents, {total:,} tokens", fontsize=10)
-
-
-def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
-    """Draw a row in characters: `X` where a token may attend, `.` elsewhere.
-
-    A column of a long row stands for several tokens.
-    """
-    step = -(-sum(tokens for tokens, _ in row) // _COLUMNS)
-    document = np.repeat(range(len(row)), [tokens for tokens, _ in row])[::step]
-    place = np.arange(len(document))
-    behind = place[:, None] - place  # columns from the token attended to, on to the token that attends
-    seen = (document[:, None] == document) & (behind >= 0)
-    if window is not None:
-        seen &= behind < max(window // step, 1)
-    return "\n".join(" ".join("X" if cell else "." for cell in line) for line in seen)
 
 
 # File name of the loss curve in the folder of the trained model.

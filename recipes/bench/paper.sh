@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The paper's table for each of its model families, both kinds of data and both accumulations, on one CUDA GPU with
-# 40 GB or more. Writes one JSON file and one plot per case into the folder named first (default: bench-results).
+# 40 GB or more. Writes one JSON file and one table per case into the folder named first (default: bench-results).
 # A case takes 10 minutes at most. Name models after the folder to run fewer cases: paper.sh out mistral-7b
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -18,7 +18,7 @@ for model in "${models[@]}"; do
       # the other cases go on.
       trl-packfa bench --config "$here/paper.yaml" --model "$model" --lengths "$lengths" \
         --gradient_accumulation_steps "$accumulation" --max_steps $((accumulation > 2 ? 6 : 10)) \
-        --output "$out/$name.json" --plot "$out/$name.png" > "$out/$name.txt" || true
+        --output "$out/$name.json" > "$out/$name.txt" || true
     done
   done
 done

@@ -239,14 +239,14 @@ def test_without_a_trace_the_last_step_ends_the_training(preset, lengths_file, t
 @pytest.mark.slow
 def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_path, capsys):
     """The whole command; `bfd@8` has no room for the documents and says so."""
-    output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    output = tmp_path / "bench.json"
     argv = f"bench --model tiny --lengths {lengths_file} --strategies padding,step,bfd@8 --max_steps 2 {FOUR_TWICE}"
     argv += " --untimed_steps 1 --eval_documents 8 --gradient_checkpointing false --lora_dropout 0"
-    argv += f" --output {output} --plot {picture} --output_dir {tmp_path / 'out'}"
+    argv += f" --output {output} --output_dir {tmp_path / 'out'}"
     assert main(argv.split()) == 1
     said = capsys.readouterr().out
     assert "bfd@8 failed: InvalidConfig: rows of 8 tokens cut documents of up to 31" in said
-    assert ("step: too short to conclude" in said or "was busy" in said) and picture.exists()
+    assert "step: too short to conclude" in said or "was busy" in said
     report = json.loads(output.read_text())
     padding, step, failed = report["sides"]
     assert set(failed) == {"side", "trainer", "failed"}

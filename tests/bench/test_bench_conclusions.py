@@ -1,7 +1,6 @@
 """What the benchmark concludes of the steps it timed, and what it refuses to."""
 
 import dataclasses
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,7 @@ from trl_packfa.bench.data import facts, random_documents
 from trl_packfa.bench.measuring import peak_bytes, reset_peak, summary
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
-from trl_packfa.bench.table import remarks, save_plot, speed_rows
-from trl_packfa.cli.main import main
+from trl_packfa.bench.table import remarks, speed_rows
 from trl_packfa.errors import InvalidConfig
 
 
@@ -80,29 +78,6 @@ def test_a_contaminated_side_runs_only_if_named():
     leaking = result("padding")
     leaking.facts["leaks"] = True
     assert "documents see each other" in remarks(rows([leaking]))[0]
-
-
-def test_a_plot_marks_what_the_table_marks_as_no_conclusion(tmp_path):
-    """By its text, and by the bars' hatching."""
-    matplotlib = pytest.importorskip("matplotlib")
-    base, clear, drawn = result("padding"), result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5)), {}
-    for name, other in (("clear", clear), ("unclear", result(seconds=(0.5, 0.5)))):
-        with matplotlib.rc_context({"svg.fonttype": "none"}):
-            save_plot(rows([base, other]), str(tmp_path / f"{name}.svg"))
-        drawn[name] = (tmp_path / f"{name}.svg").read_text()
-    assert "x ?</text>" in drawn["unclear"] and "hatched: no conclusion" in drawn["unclear"]
-    assert "x ?</text>" not in drawn["clear"] and "no conclusion" not in drawn["clear"]
-    assert "<pattern" in drawn["unclear"] and "<pattern" not in drawn["clear"]
-
-
-def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
-    said = "--plot needs matplotlib, which is not installed.\npip install 'trl-packfa[plots]'"
-    assert said in capsys.readouterr().err
 
 
 def test_the_peak_is_the_best_of_a_run(monkeypatch):

@@ -40,7 +40,7 @@ def data_file(tmp_path):
     return str(path)
 
 
-HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "numpy", "rich", "shtab"}
+HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "numpy", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -126,23 +126,6 @@ def test_recipes_are_copied_and_never_overwritten(tmp_path, capsys):
     assert "accelerate launch --config_file" in capsys.readouterr().out
     assert main(["recipes", "cp", "qlora_gpt9", str(tmp_path)]) == 1
     assert "there is no recipe 'qlora_gpt9'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_every_command_and_the_flags_of_train(shell, capsys):
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in ("recipes", "merge", "packing_strategy", "adapter", "push_to_hub"):
-        assert word in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-def test_completion_without_shtab_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 1
-    assert "pip install 'trl-packfa[completion]'" in capsys.readouterr().err
 
 
 def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):

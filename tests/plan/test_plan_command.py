@@ -1,8 +1,6 @@
 """`trl-packfa plan` as a user meets it: tables, page, messages."""
 
 import json
-import re
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -10,43 +8,19 @@ import numpy as np
 import pytest
 import tiny
 from calls import calls_of
-from plans import made
 from training import arguments
 
 from trl_packfa.cli.main import main
 from trl_packfa.plan.gather import lengths_from_file
-from trl_packfa.plan.page import render
-from trl_packfa.plan.run import make_plan, read_shape
-from trl_packfa.plan.terminal import headline
-
-pytest.importorskip("matplotlib")
+from trl_packfa.plan.run import make_plan
 
 
-def test_the_page_stands_alone(tmp_path, saved):
-    shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
-    plan = made(tmp_path, shape=shape)
-    page = render(plan)
-    assert page.count("<svg") == 1 and page.count('id="axes_') == 5 and "<script" not in page and "@import" not in page
-    outside = [t for t in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", page) if not t.startswith("#")]
-    assert outside == []
-    found = re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1))
-    assert found != [], "the search finds some"
-    number, what = headline(plan)
-    assert page.index(f"<b>{number}</b>") < page.index("<svg") < page.index("<pre"), "the most important first"
-    assert number == f"{plan.speed_up(plan.chosen):.2f} times" and what.endswith("padded batches are padding")
-    assert "color-scheme: light dark" in page and "#000000" not in page
-    words = " ".join(page.split())
-    assert all(" ".join(sentence.split("'")[0].split()) in words for sentence in plan.advice)
-
-
-def test_the_command_shows_tables_json_and_page(saved, capsys):
-    page = f"{saved['DIR']}/plan.html"
+def test_the_command_shows_tables_and_json(saved, capsys):
     argv = ["plan", "--dataset_name", saved["DATA"], "--output_dir", saved["DIR"] + "/out", "--bf16", "true"]
-    assert main([*argv, "--model_name_or_path", saved["MODEL"], "--html", page, "--ranks", "2,1"]) == 0
+    assert main([*argv, "--model_name_or_path", saved["MODEL"], "--ranks", "2,1"]) == 0
     text = capsys.readouterr().out
     for part in ("24 documents", "step *", "bfd_split", "2 GPUs: steps", "GB on one GPU", "Use packing_strategy"):
         assert part in text, part
-    assert "<svg" in open(page).read()
     assert main([*argv, "--tokenizer", saved["MODEL"], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["documents"] == 24 and plan["model"] is None and plan["memory_formula"] is None
@@ -94,7 +68,6 @@ def test_the_command_tells_what_shared_histories_save(saved, tmp_path, capsys):
     (["--lengths", "HUGE"], "has a document of 1,000,000,000,000 tokens"),
     (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is not a list"),
     (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is not a list"),
-    (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
     (["--lengths", "GOOD", "--packing_strategy", "bfd", "--max_length", "none"], "max_length"),
     (["--lengths", "GOOD", "--learning_speed", "1"], "learning_speed"),
 ])  # fmt: skip
@@ -108,15 +81,6 @@ def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, 
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err
     assert main(["plan", "--output_dir", str(tmp_path), "--lengths", saved["GOOD"]]) == 0, "the files are fine"
-
-
-def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    (tmp_path / "lengths.json").write_text("[5, 9]")
-    argv = ["plan", "--output_dir", str(tmp_path), "--lengths", str(tmp_path / "lengths.json")]
-    assert main([*argv, "--html", str(tmp_path / "plan.html")]) == 1
-    assert "MissingPackage: --html needs matplotlib, which is not installed." in capsys.readouterr().err
-    assert main(argv) == 0, "tables need none"
 
 
 @pytest.mark.slow
@@ -156,4 +120,3 @@ def test_the_pages_commands_run(saved, tmp_path, capsys, monkeypatch):
     for line in lines:
         assert main([names.get(word, word) for word in line]) == 0, line
         assert capsys.readouterr().out
-    assert (tmp_path / "plan.html").exists()

@@ -45,7 +45,7 @@ FIELDS = {
 }
 # Fields of TRL's with another default.
 DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None, "learning_rate": None}
-COMMANDS = "train plan prepare demo check bench merge models recipes env completion".split()
+COMMANDS = "train plan prepare demo check bench merge models recipes env".split()
 
 
 def signature(function):

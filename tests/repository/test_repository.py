@@ -32,7 +32,8 @@ from trl_packfa.attention import BACKENDS
 from trl_packfa.cli.train import kind_of
 from trl_packfa.patches import PATCHES
 from trl_packfa.patches.measured import composites, encoders, results, training
-from trl_packfa.trainers.sft.script import train_parser
+from trl_packfa.trainers.base.parsing import make_parser
+from trl_packfa.trainers.sft.script import classes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
@@ -366,7 +367,9 @@ def test_makefile_and_readme_run_the_same_lines():
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_goes_through_the_real_parser(recipe, tmp_path):
     argv = ["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
-    _, script, args, _ = train_parser(kind_of(argv)).parse_args_and_config(args=argv)
+    _, script, args, _ = make_parser(classes_of(kind_of(argv)), prog="trl-packfa train").parse_args_and_config(
+        args=argv
+    )
     written = yaml.safe_load(recipe.read_text())
     for name, value in written.items():
         if name not in ("output_dir", "lora_target_modules") and hasattr(args, name):

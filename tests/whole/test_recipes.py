@@ -19,7 +19,8 @@ from transformers import AutoConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
 from trl_packfa.cli.train import kind_of
-from trl_packfa.trainers.sft.script import train_parser
+from trl_packfa.trainers.base.parsing import make_parser
+from trl_packfa.trainers.sft.script import classes_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 YAMLS = sorted(RECIPES.glob("*.yaml"))
@@ -156,7 +157,10 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 
 def known_arguments(trainer):
-    return {action.dest for action in train_parser(kind_of(["--trainer", trainer]))._actions}
+    return {
+        action.dest
+        for action in make_parser(classes_of(kind_of(["--trainer", trainer])), prog="trl-packfa train")._actions
+    }
 
 
 def test_composite_recipe_adapts_the_text_model_only(tmp_path):

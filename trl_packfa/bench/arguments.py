@@ -87,7 +87,6 @@ class BenchArguments:
     presets: str | None = field(
         default=None, metadata={"help": "Folder in which presets are kept for later runs (default: a temporary one)."}
     )
-    plot: str | None = field(default=None, metadata={"help": "PNG file for a plot; needs the `plots` extra."})
 
 
 class Setup(NamedTuple):

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..config.sft import PackedSFTConfig
 from ..data.flops import ModelFlops
-from ..plotting import require_matplotlib
 from ..terminal import print_table
 from ..terminal.progress import quiet
 from ..trainers.sft.throughput import known_peak, peak_flops
@@ -28,7 +27,7 @@ from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
 from .process import FINISH, STEP, SideProcess
-from .table import heading, remarks, save_plot, speed_rows, training_rows
+from .table import heading, remarks, speed_rows, training_rows
 
 _PEAK_SECONDS = 0.1
 
@@ -37,8 +36,6 @@ def bench(argv: list[str]) -> int:
     """Run the benchmark with these flags and print its tables. Return the exit code: 0 done, 1 if a side failed."""
     setup = read_arguments(argv)
     wanted = setup.bench
-    if wanted.plot:
-        require_matplotlib("--plot")  # before anything is measured
     with quiet():
         report = run_bench(setup)
     print(heading(report))
@@ -50,8 +47,6 @@ def bench(argv: list[str]) -> int:
         print(f"{side['side']}, one step:")
         operations = side.get("operations", [])
         print_table([{"operation": name, "calls": calls, "own ms": ms} for name, calls, ms in operations])
-    if wanted.plot:
-        save_plot(report, wanted.plot)
     return int(any("failed" in side for side in report["sides"]))
 
 

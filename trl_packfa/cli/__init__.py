@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 
 from ..versions import __version__
-from . import check, completion, demo, env, merge, models, recipes, train
+from . import check, demo, env, merge, models, recipes, train
 from .output import Commands
 
 OWN_PARSERS = {"train": train.train, "plan": train.plan, "prepare": train.prepare, "bench": train.bench}
@@ -26,13 +26,12 @@ COMMANDS: dict[str, str | Callable[[Commands], None]] = {
     "models": models.add,
     "recipes": recipes.add,
     "env": env.add,
-    "completion": completion.add,
 }
 _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
 
 
-def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands, with the flags of the parser `train`, which take long to load."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="trl-packfa", description="Exact sequence packing for TRL.", epilog=_EXIT_CODES
     )
@@ -41,9 +40,7 @@ def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.Ar
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, add in COMMANDS.items():
         if isinstance(add, str):
-            flags = [train] if name == "train" and train is not None else []
-            commands.add_parser(name, help=f"{add} (see: trl-packfa {name} --help)", parents=flags, add_help=False)
+            commands.add_parser(name, help=f"{add} (see: trl-packfa {name} --help)", add_help=False)
         else:
             add(commands)
-    commands.choices["completion"].set_defaults(build_parser=build_parser)
     return parser

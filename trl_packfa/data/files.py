@@ -23,9 +23,7 @@ def load_dataset_dict(
 ) -> DatasetDict | IterableDatasetDict:
     """Load a dataset of the Hub, a folder of one, prepared or not, or a JSON, JSON Lines, Parquet, CSV or text file.
 
-    Files may be gzipped.
-
-    A single file becomes the split `train`.
+    Files may be gzipped. A single file becomes the split `train`.
 
     Raises:
         [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.

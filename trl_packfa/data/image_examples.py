@@ -277,7 +277,7 @@ class OwnCutter(ReadCutter):
         self.rows, self.pad_token_id = rows, trainer._tokenizer.pad_token_id
         self.seen = np.zeros(4, dtype=np.int64)  # examples, tokens, trained and image tokens of all ranks so far
         self._collator: CountingCollator | None = None
-        self.budget = 0  # of the last step
+        self.free_budget: int | None = self.asked  # that of the last step, once there is one
 
     @property
     def reports(self) -> dict[str, PackingReport]:
@@ -336,7 +336,7 @@ class OwnCutter(ReadCutter):
         # The last micro-batch of a step reduces gradients over ranks. DDP leaves out a vision tower that no rank runs
         # then, so micro-batches with images come last.
         parts.sort(key=lambda part: (bool(patches[part].any()), -cost[part].sum()))
-        self.budget = budget
+        self.free_budget = budget
         costs = np.array([rank.cost for rank in ranks])
         return OwnStep(examples, padded, [[]] * (count - len(parts)) + parts, float(costs.max() / costs.mean()))
 

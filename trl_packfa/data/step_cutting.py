@@ -73,7 +73,8 @@ class TokenBudget:
 
     def use_batch_size(self, size: int) -> None:
         """Let the default budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
-        self.batch_size, self.budget = size, self.asked or size * self._widest
+        # A plan's last step was cut for the size before.
+        self.batch_size, self.budget, self._last = size, self.asked or size * self._widest, None
 
     @property
     def free_budget(self) -> int | None:
@@ -105,7 +106,6 @@ class StepPlan(TokenBudget, Plan):
         """Let budget and padded micro-batches follow the batch size of the padded run."""
         before = self.budget
         super().use_batch_size(size)
-        self._last = None
         if self.budget != before:  # reading the rows takes time
             self.parts = count_parts(self._rows, self.lengths, self.budget)
 

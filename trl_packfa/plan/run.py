@@ -1,4 +1,4 @@
-"""The command `trl-packfa plan`: it parses arguments, makes a plan, and shows it as tables, page or JSON."""
+"""The command `trl-packfa plan`: it parses arguments, makes a plan, and shows it as tables or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
-from ..plotting import require_matplotlib
 from ..trainers.base.model_loading import init_kwargs
 from ..trainers.base.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
@@ -44,7 +43,6 @@ class PlanArguments(ColumnChoice):
         default="1,2,8",
         metadata={"help": "Numbers of GPUs, multiples of sequence_parallel; the main tables show the first."},
     )
-    html: str | None = field(default=None, metadata={"help": "Write one self-contained page with plots to this file."})
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
 
@@ -55,23 +53,13 @@ def plan(argv: list[str]) -> int:
     given = ["--use_cpu", "true", *argv, "--tf32", "false"]
     script, args, mixture, wanted = parse(classes, given, prog="trl-packfa plan")
     ranks = _ranks(wanted.ranks, args.sequence_parallel)
-    if wanted.html:
-        require_matplotlib("--html")  # fail before tokenizing, which can take minutes
-        if not Path(wanted.html).resolve().parent.is_dir() or Path(wanted.html).is_dir():
-            raise InvalidConfig(f"cannot write to {wanted.html}.", do="Name a file in a folder that exists.")
     shape = read_shape(args) if args.model_name_or_path else None
     source = _source(script, args, mixture, wanted)
     made = make_plan(source, args, ranks, shape)
-    if wanted.html:
-        from .page import render
-
-        Path(wanted.html).write_text(render(made))
     if wanted.json:
         print(json.dumps(made.to_dict(), indent=2))
     else:
         show(made, Console(width=None if sys.stdout.isatty() else WIDTH))
-        if wanted.html:
-            print(f"\nThe same with plots: {wanted.html}")
     return 0
 
 

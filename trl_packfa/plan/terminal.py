@@ -16,7 +16,7 @@ from .report import Outcome, Plan
 Columns = dict[str, dict[str, str]]
 # Labels of the parts of the memory that have another name.
 LABELS = {"logits": "LM head"}
-# Characters of a line where there is no terminal, as in a pipe and on the page.
+# Characters of a line where there is no terminal, as in a pipe.
 WIDTH = 150
 
 
@@ -44,13 +44,6 @@ def heading(plan: Plan) -> str:
     lengths, marks = plan.source.tokens.lengths, plan.lengths()
     shown = ", ".join(f"{name} {value:,.0f}" for name, value in marks.items())
     return f"{plan.source.name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens ({shown})"
-
-
-def headline(plan: Plan) -> tuple[str, str]:
-    """Return the number that matters most, and what it says: the predicted speed of the chosen strategy."""
-    chosen, padding = plan.chosen, plan.padded.epoch().padding
-    what = f"as fast as padded training, predicted for '{chosen.strategy.name}': {padding:.0%} of the places of the "
-    return f"{plan.speed_up(chosen):.2f} times", f"{what}padded batches are padding"
 
 
 def tables(plan: Plan) -> Iterator[tuple[str, Columns]]:

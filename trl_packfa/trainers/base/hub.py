@@ -204,7 +204,4 @@ def _labels(cls: Any, config: PretrainedConfig, saved: Mapping[str, torch.Tensor
     found = {len(weight) for key, weight in saved.items() if any(key.endswith(f".{name}") for name in heads)}
     if len(found) != 1 or found == {config.num_labels}:
         return {}
-    return {
-        "num_labels": found.pop(),
-        "ignore_mismatched_sizes": True,
-    }  # the adapter's head takes the place of another
+    return {"num_labels": found.pop(), "ignore_mismatched_sizes": True}  # another head, which the adapter's replaces

@@ -80,10 +80,10 @@ def _value_of(flag: str, argv: list[str]) -> str | None:
     return found[-1] if found else None
 
 
-def make_parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
+def make_parser(classes: Any, *, prog: str) -> TrlParser:
     """Build TRL's parser with a short usage, because argparse prints all 250 arguments above each error otherwise."""
     usage = f"{prog} [--config FILE.yaml] [--ARGUMENT VALUE ...]      {prog} --help lists all arguments"
-    return TrlParser(classes, prog=prog, usage=usage, **options)
+    return TrlParser(classes, prog=prog, usage=usage)
 
 
 def parse(

@@ -75,11 +75,6 @@ class PairPlan(TokenBudget, Plan):
         which = f"example {tokens.argmax()}, whose rows have {longest} tokens"
         super().__init__(args, tokens, longest=longest, which=which, widest=widest, cut=FREE)
 
-    def use_batch_size(self, size: int) -> None:
-        """Let the default budget and padded micro-batches follow the batch size of the padded run."""
-        super().use_batch_size(size)
-        self._last = None
-
     def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
         lengths, groups = self.lengths[rows], np.arange(len(rows)) // self.batch_size

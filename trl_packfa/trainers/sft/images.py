@@ -128,11 +128,6 @@ class ImageCutter(OwnCutter):
         self._largest: Part | None = None
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
-    @property
-    def free_budget(self) -> int | None:
-        """The token budget of the last step."""
-        return self.budget or self.asked
-
     def cut(self, batches: Sequence[list[Processed]]) -> CutStep:
         """Cut a step, given by padded micro-batch, with the weights of rows where they are needed."""
         own = self.cut_own(batches)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from peft import PeftModel
 from rich.console import Console
 from transformers.trainer_utils import get_last_checkpoint
-from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
+from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
@@ -22,7 +22,7 @@ from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, packing_table, plan_table
-from ..base.parsing import TrainerChoice, make_parser, parse
+from ..base.parsing import TrainerChoice, parse
 from ..requirements.data import TEXTS
 from ..requirements.runs import HUB, LAUNCH, PACKAGES
 from ..requirements.training import Training
@@ -44,19 +44,14 @@ class Kind(NamedTuple):
 SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
 
 
-def _classes(kind: Kind) -> Any:
+def classes_of(kind: Kind = SFT) -> Any:
     """Return the dataclasses whose fields are the flags of `train`."""
     return (TrainerChoice, kind.script, kind.config, DatasetMixtureConfig)
 
 
-def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
-    """Build the parser of `trl-packfa train`: TRL's parser with a trainer's config; `options` are argparse's."""
-    return make_parser(_classes(kind), prog="trl-packfa train", **options)
-
-
 def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
-    choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
+    choice, script_args, args, mixture = parse(classes_of(kind), argv, prog="trl-packfa train")
     if choice.preview and not hasattr(kind.trainer, "preview_batch"):
         raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
     args.resume_from_checkpoint = _ask_first(args, kind)
