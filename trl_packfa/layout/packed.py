@@ -131,10 +131,8 @@ class PackedLayout:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             empty = (f"document {number} has {length}" for number, length in enumerate(self.lengths) if length < 1)
-            raise InvalidLayout(
-                f"document lengths must all be positive, but {next(empty, 'there is none')}.",
-                do="Drop empty documents before packing.",
-            )
+            wrong = f"document lengths must all be positive, but {next(empty, 'there is none')}."
+            raise InvalidLayout(wrong, do="Drop empty documents before packing.")
         if self.cu_seqlens.shape != (len(self.lengths) + 1,) or self.cu_seqlens.dtype != torch.int32:
             raise InvalidLayout(
                 f"cu_seqlens must be int32 of shape ({len(self.lengths) + 1},) for {len(self.lengths)} documents, "
@@ -196,18 +194,12 @@ class PackedLayout:
         # Offsets [0, 2, 5, 10] are lengths (2, 3, 5).
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
-            raise InvalidLayout(
-                f"cu_seqlens must be one-dimensional and start at 0, got {shown(cu_seqlens.flatten().tolist())} of "
-                f"shape {tuple(cu_seqlens.shape)}.",
-                do="Send offsets: 0, the end of the first document, and so on.",
-            )
+            found = f"{shown(cu_seqlens.flatten().tolist())} of shape {tuple(cu_seqlens.shape)}"
+            raise InvalidLayout(f"cu_seqlens must be one-dimensional and start at 0, got {found}.")
         lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
         if min(lengths) < 0:
-            raise InvalidLayout(
-                f"cu_seqlens must not decrease, but offset {lengths.index(min(lengths)) + 1} is smaller than the one "
-                "before it.",
-                do="Send offsets: 0, the end of the first document, and so on.",
-            )
+            number = lengths.index(min(lengths)) + 1
+            raise InvalidLayout(f"cu_seqlens must not decrease, but offset {number} is below the one before it.")
         if 0 in lengths:  # repeated offsets only pad cu_seqlens to a fixed size
             return cls.from_lengths([n for n in lengths if n], rows=rows, device=cu_seqlens.device)
         return cls(cu_seqlens.to(torch.int32), lengths, rows)
