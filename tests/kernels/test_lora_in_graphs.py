@@ -146,7 +146,7 @@ def test_a_projection_that_nothing_reads_has_no_gradient(calls):
     assert_recomputed(together, read("q_proj"))
 
 
-def test_another_factor_is_another_result():
+def test_lora_with_another_scale_gives_another_result_in_graphs():
     """The control of the comparisons."""
     model = adapted()
     exact, _ = oracle(model)

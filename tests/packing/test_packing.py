@@ -35,7 +35,7 @@ def test_best_fit_is_the_textbooks(case, seed):
     assert all(space >= 0 for space in spaces)
 
 
-def test_another_draw_mixes_documents_of_one_length_anew():
+def test_best_fit_with_another_seed_mixes_documents_of_one_length_anew():
     lengths = np.tile([3, 5, 7], 40)
     plans = [best_fit_decreasing(lengths, 15, np.random.default_rng(seed)) for seed in (0, 0, 1)]
     as_lists = [[b.tolist() for b in plan] for plan in plans]

@@ -123,7 +123,7 @@ def test_bf16_is_as_good_as_eager_attention(architecture):
 
 
 @every_architecture
-def test_several_rows(architecture):
+def test_documents_of_a_batch_with_several_rows_equal_each_alone(architecture):
     model, docs = patch(tiny.model(architecture)), tiny.documents((9, 3, 5, 7, 12))
     expected = [model(input_ids=ids[None]).logits[0] for ids in docs]
     layout = PackedLayout.from_lengths([9, 3, 5, 7, 12], rows=3)

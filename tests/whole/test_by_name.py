@@ -132,7 +132,7 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_on_two_processes(kind, tmp_path):
+def test_a_model_by_name_on_two_ranks_equals_one(kind, tmp_path):
     script, out = tmp_path / "run.py", tmp_path / "norms.json"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), kind]
