@@ -173,6 +173,7 @@ KINDS = {
         is_of_batch=True, fails="{where}: the first batch without its pads is not exact: the typical token of {of}",
         do="Train padded, without padding_free or with packing=False, and please report it.",
     ),
+    "own loss": Kind("loss of two documents by a user's function", "its loss of two documents is {of}"),
     "re-cut loss": Kind(
         "loss of the first micro-batch, {of}",
         "this loss is not a mean over pairs, so re-cut steps would train another loss",

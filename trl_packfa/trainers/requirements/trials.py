@@ -40,6 +40,7 @@ def how_loss_differs(loss_func: Any, vocabulary: int, device: torch.device) -> s
             )
         except Exception as error:  # a user's function can raise anything; then nothing shows that packing is right
             return f"it failed on logits and labels of two documents: {error!r}"
-        if not Comparison.of_means("loss", packed, padded, logits.dtype).holds:
-            return f"its loss of two documents is {padded:.4f} padded, {packed:.4f} packed"
+        losses = f"{padded:.4f} padded, {packed:.4f} packed"
+        if not (found := Comparison.of_means("own loss", packed, padded, logits.dtype, of=losses)).holds:
+            return found.why
     return ""
