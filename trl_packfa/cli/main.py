@@ -15,6 +15,10 @@ from ..versions import require_versions
 from . import COMMANDS, OWN_PARSERS, build_parser
 from .check import NOT_EXACT
 
+# At import, bitsandbytes reports a missing optional Hub kernel. Nothing here needs that kernel. The processes that the
+# benchmark starts import this file first.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 # Defaults of tqdm in a pipe: no bar for work of less than five seconds, then one line every half minute.
 _BARS_AS_LINES = {
     "TQDM_DELAY": "5",
@@ -26,8 +30,6 @@ _BARS_AS_LINES = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # At import, bitsandbytes reports a missing optional Hub kernel. Nothing here needs that kernel.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # PEFT and TRL still use old names of transformers. Users cannot fix that. Warnings about their own arguments stay.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     _bars_as_lines()
