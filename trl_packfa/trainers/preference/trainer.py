@@ -218,7 +218,8 @@ class PreferenceConfig(CommonConfig):
         default=None,
         metadata={
             "help": "Token budget of a micro-batch under `packing_strategy='step'`. Both answers of a pair count, "
-            "with their prompts. Default: the size of the padded run's largest micro-batch."
+            "with their prompts; a pad as an eighth of a token, or as one with `auto_find_batch_size`. Default: the size "
+            "of the padded run's largest micro-batch."
         },
     )
     overflow: str = field(
