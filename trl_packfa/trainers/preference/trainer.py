@@ -218,7 +218,7 @@ class PreferenceConfig(CommonConfig):
         default=None,
         metadata={
             "help": "Token budget of a micro-batch under `packing_strategy='step'`. Both answers of a pair count, "
-            "with their prompts; a pad as an eighth of a token, or as one with `auto_find_batch_size`. Default: the size "
+            "with their prompts; a pad as an eighth of a token, or as one with `auto_find_batch_size`. Default: that "
             "of the padded run's largest micro-batch."
         },
     )
