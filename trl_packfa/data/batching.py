@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..config.common import CommonConfig
-from ..packing import PackedBatchSampler, Strategy, recut_over_ranks
+from ..packing import PackedBatchSampler, Strategy, fewest_micro_batches, recut, recut_over_ranks
 
 # How `step` may cut: freely; freely, but a padded micro-batch's examples run at the same time; as the padded run cuts.
 FREE, TOGETHER, KEPT = "free", "together", "kept"
@@ -114,10 +114,14 @@ class Batching:
 
     def _recut_by_rank(self, step: np.ndarray) -> list[list[np.ndarray]]:
         largest = int((self.padded(step.max(axis=2)) * (step > 0).sum(axis=2)).max())
-        alone = replace(self, world_size=1, keeps_ranks=False)
-        ranks = [alone.recut(step[:, [rank]], budget=self.budget or largest)[0] for rank in range(step.shape[1])]
-        count = max(map(len, ranks))
-        return [own + [own[0][:0]] * (count - len(own)) for own in ranks]
+        budget = self.budget or largest
+        ranks = [own[own > 0] for own in step.swapaxes(0, 1).reshape(step.shape[1], -1)]
+        count = max(fewest_micro_batches(own, budget) for own in ranks)
+        found = []
+        for own in ranks:  # one with fewer than the others makes more of them, as the trainer does
+            parts = recut(own, budget=budget, num_micro_batches=min(count, len(own)), quadratic=self.quadratic)
+            found.append([own[part] for part in parts] + [own[:0]] * (count - len(parts)))
+        return found
 
     def row_sampler(self, lengths: np.ndarray, *, rank: int = 0) -> PackedBatchSampler:
         """Build a rank's sampler of rows, for a strategy that fills rows."""

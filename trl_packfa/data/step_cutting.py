@@ -54,15 +54,7 @@ class TokenBudget:
     budget = 0  # until the batch size is known
 
     def __init__(
-        self,
-        args: CommonConfig,
-        lengths: np.ndarray,
-        *,
-        longest: int,
-        which: str,
-        widest: int,
-        cut: str,
-        why: str = "",
+        self, args: CommonConfig, lengths: np.ndarray, *, longest: int, which: str, widest: int, cut: str, why: str
     ) -> None:
         if cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"

@@ -33,7 +33,7 @@ _LESS = 0.8
 
 
 class PairWeight(NamedTuple):
-    """What the loss of a micro-batch of pairs needs of the padded run."""
+    """Weight of a micro-batch of pairs, and the lengths of its rows in the padded run."""
 
     widths: np.ndarray  # of the pairs' rows there, `(P,)`
     weight: float  # of the mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left
@@ -73,7 +73,7 @@ class PairPlan(TokenBudget, Plan):
         tokens = self.lengths.sum(axis=1)
         longest, widest = int(tokens.max()), len(rows) * int(self.lengths.max())
         which = f"example {tokens.argmax()}, whose rows have {longest} tokens"
-        super().__init__(args, tokens, longest=longest, which=which, widest=widest, cut=FREE)
+        super().__init__(args, tokens, longest=longest, which=which, widest=widest, cut=FREE, why="")
 
     def cut(self, rows: np.ndarray) -> CutStep:
         """Cut a step of these rows, of all ranks."""
