@@ -15,6 +15,8 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.data import steps
+from trl_packfa.data.batching import KEPT, deal
+from trl_packfa.data.origins import origins_of_steps
 from trl_packfa.data.steps import StepPart, StepSampler, micro_batches_of
 from trl_packfa.errors import InvalidConfig
 
@@ -187,3 +189,11 @@ def test_two_samplers_of_one_seed_draw_the_same(tmp_path):
     samplers = [trainer.get_train_dataloader().batch_sampler.sampler for trainer in (ours, stock)]
     assert all(type(one) is SeedableRandomSampler and isinstance(one, RandomSampler) for one in samplers)
     assert list(samplers[0]) == list(samplers[1]) and len(rows()) == len(list(samplers[0]))
+
+
+def test_padded_micro_batches_that_stay_are_dealt_in_whole_rounds():
+    """Without `even_batches` a rank has one less, and runs an idle one; it was an IndexError."""
+    groups = np.repeat(np.arange(5), 2)
+    dealt = deal(np.full(10, 5), groups, cut=KEPT, budget=10, world_size=2, quadratic=0.0)
+    assert dealt == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], []]]
+    assert [len(of.sizes) for of in origins_of_steps(dealt, np.full(10, 5), groups, rank=1)] == [2, 2, 0]

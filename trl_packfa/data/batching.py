@@ -150,6 +150,7 @@ def deal(
     """
     if cut == KEPT:
         parts = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+        parts += [[]] * (-len(parts) % world_size)  # without `even_batches` the last round may not be whole
         # Example: padded micro-batches 0 to 5 on 2 ranks. Rank 0 gets 0, 2, 4, the same ones as in the padded run.
         return [parts[rank::world_size] for rank in range(world_size)]
     together = groups if cut == TOGETHER else None
