@@ -1,4 +1,4 @@
-"""Measure the cost of the exactness check, compared with one optimizer step of the same training.
+"""Measure the cost of the check, compared with one optimizer step of the same training.
 
     python benchmarks/check_beside_step.py --model NAME_OR_PATH --dataset FILE_OR_NAME [--json]
 
@@ -60,7 +60,7 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
     step = statistics.median(b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False))
     return [
         {
-            "part": "exactness check",
+            "part": "check",
             "seconds": round(seconds, 3),
             f"share of {_RUN} steps": f"{seconds / _RUN / step:.3%}",
         },

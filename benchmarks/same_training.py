@@ -99,7 +99,7 @@ def run(path, data, steps, *, packed, adapter, halved=False, bf16=True, fused=Tr
         made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     seconds = round(time.perf_counter() - started, 1)
-    report = {"verdict": str(made.exactness), "seconds": made.exactness.seconds} if packed else None
+    report = {"verdict": str(made.check_report), "seconds": made.check_report.seconds} if packed else None
     return {"losses": losses, "seconds": seconds, "check": report}
 
 

@@ -10,5 +10,5 @@ trainer = PackedSFTTrainer(
     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
 )
 trainer.train()
-print(trainer.exactness)
+print(trainer.check_report)
 trainer.save_model()

@@ -22,9 +22,9 @@ from packaging.version import Version
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 from trl_packfa import __version__
+from trl_packfa.checking import CheckReport, check
 from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
-from trl_packfa.exactness import ExactnessReport, check
 from trl_packfa.layout import PackedLayout
 from trl_packfa.patches.measured import RESULTS, fingerprint, interface_fingerprint
 from trl_packfa.patching.apply import apply_patch, find_state
@@ -66,7 +66,7 @@ _REFUSED = {
 }
 
 
-def _summary(model: Any, report: ExactnessReport) -> dict[str, Any]:
+def _summary(model: Any, report: CheckReport) -> dict[str, Any]:
     state = find_state(model)
     assert state is not None
     by_document = sorted({type(module).__name__ for module in state.parts.mixers.values()})

@@ -81,7 +81,7 @@ def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
             beside = (_LOGITS,)
             expected, _ = train(SFTTrainer, name, way, folder, beside=beside, **options)
             found = differences(logs, expected)
-    report = trainer.exactness
+    report = trainer.check_report
     return {
         "verdict": "padded" if not trainer.args.packing else "same" if _same(found) else "differs",
         "beside": ["TRL", *beside],

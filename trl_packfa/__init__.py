@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .api import patched as patched
     from .api import unpatch as unpatch
     from .attention import AttentionArguments as AttentionArguments
+    from .checking import CheckReport as CheckReport
+    from .checking import check as check
     from .config.sft import PackedSFTConfig as PackedSFTConfig
     from .data.collator import DataCollatorForPacking as DataCollatorForPacking
-    from .exactness import ExactnessReport as ExactnessReport
-    from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
     from .parallel.sequence_parallel import shard_batch as shard_batch
     from .patches.base import Patch as Patch
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AttentionArguments": "attention",
+    "CheckReport": "checking",
     "DataCollatorForPacking": "data.collator",
-    "ExactnessReport": "exactness",
     "PackedDPOConfig": "trainers.preference.dpo",
     "PackedDPOTrainer": "trainers.preference.dpo",
     "PackedKTOConfig": "trainers.preference.kto",
@@ -50,7 +50,7 @@ _HOME = {
     "PackedSFTConfig": "config.sft",
     "PackedSFTTrainer": "trainers.sft.trainer",
     "Patch": "patches.base",
-    "check": "exactness",
+    "check": "checking",
     "describe": "patching.describe",
     "padding_free": "trainers.padding_free.padding_free",
     "patch": "api",

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from .adapters import unmeasured_adapters, unread_quantizers
+from .checking import check, check_identity, check_unpadding
 from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, PackingError, UnsupportedModel, first_line, is_out_of_memory
-from .exactness import check, check_identity, check_unpadding
 from .patches.base import DocumentPatch, GroupsPatch, InterfacePatch, Patch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching import inspect

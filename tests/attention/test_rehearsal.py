@@ -16,7 +16,7 @@ from training import lora_config
 from trl_packfa import PackedLayout, patch
 from trl_packfa.attention import AttentionArguments, AttentionRequest, get_backend, varlen
 from trl_packfa.attention import flex as flex_module
-from trl_packfa.exactness.documents import LONG, SHORT
+from trl_packfa.checking.documents import LONG, SHORT
 
 pytestmark = [
     pytest.mark.gpu_rehearsal,

@@ -1,4 +1,4 @@
-"""The benchmarks of one part each: attention, planning, the exactness check; and the models they run on."""
+"""The benchmarks of one part each: attention, planning, the check; and the models they run on."""
 
 import json
 from pathlib import Path

@@ -147,7 +147,7 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
                 main(argv)
     report = trl_packfa.check(trl_packfa.patch(tiny.model(layers=2)))
     leak = report.with_rows([report["isolation"]._replace(difference=1.0, where="model.layers.0")])
-    monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: leak)
+    monkeypatch.setattr("trl_packfa.checking.check", lambda *_, **__: leak)
     assert main(["check", saved_model]) == 3
     said = capsys.readouterr().out
     assert "leak: isolation 1.0e+00" in said and "first in module" in said
@@ -215,7 +215,7 @@ def test_train_from_yaml_with_overrides(saved_model, data_file, tmp_path):
     )
     assert main(["train", "--config", str(config), "--max_steps", "2", "--logging_steps", "1"]) == 0
     saved = os.listdir(tmp_path / "out")
-    assert {"adapter_model.safetensors", "packing_report.json", "exactness_report.json"} <= set(saved)
+    assert {"adapter_model.safetensors", "packing_report.json", "check_report.json"} <= set(saved)
 
 
 def test_train_help_knows_our_arguments(capsys):
@@ -232,7 +232,7 @@ def test_demo_runs_its_whole_story(tmp_path, capsys):
     out, small = tmp_path / "out", "--base_steps 12 --steps 6 --batch_size 8 --max_length 256"
     assert main(["demo", "--output_dir", str(out), *small.split()]) == 0
     text = capsys.readouterr().out
-    for part in ("random weights", "exactness check: exact", "eval loss", "true tokens/s"):
+    for part in ("random weights", "check: exact", "eval loss", "true tokens/s"):
         assert part in text
     summed_up = re.search(r"eval loss: ([\d.]+) at step 0, ([\d.]+) at step 6", text)
     before, after = map(float, summed_up.groups())

@@ -13,10 +13,10 @@ from training import FORMATS, arguments, losses, packed_trainer, padded_trainer,
 from trl import SFTConfig
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
+from trl_packfa.checking import vocabulary_of
 from trl_packfa.cli.main import main
 from trl_packfa.data.raw_dataset import measure, require_known, without_format
 from trl_packfa.errors import InvalidDataset
-from trl_packfa.exactness import vocabulary_of
 from trl_packfa.patching.inspect import known_ids, known_labels
 
 DOCUMENTS = [{"input_ids": list(range(5, 5 + n))} for n in range(3, 20)]

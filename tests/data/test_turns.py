@@ -109,7 +109,7 @@ def test_turns_train_as_one_by_one(case, tmp_path):
     found, logs = trained(trainer)
     assert_trajectory(found, expected)
     assert all(entry["prefixes_shared"] > 0.3 for entry in logs)
-    assert find_state(trainer.model).unpadding.shared > 0 and trainer.exactness.is_exact
+    assert find_state(trainer.model).unpadding.shared > 0 and trainer.check_report.is_exact
 
 
 @pytest.mark.parametrize("strategy", ["minibatch", "step"])

@@ -236,5 +236,5 @@ def test_trains_as_trl_does_padded(checkpointing):
                      peft_config=config(alora_invocation_tokens=[5], init_lora_weights=True)))
         for make, cls in ((packed_trainer, PackedSFTConfig), (padded_trainer, SFTConfig))
     )  # fmt: skip
-    assert ours.exactness is not None and ours.exactness.verdict == "exact"
+    assert ours.check_report is not None and ours.check_report.verdict == "exact"
     assert_trajectory(losses(ours), losses(theirs))

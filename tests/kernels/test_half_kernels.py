@@ -42,6 +42,6 @@ def test_a_default_run_trains_through_it(fused, tmp_path, monkeypatch):
     dtypes = pretend(monkeypatch, "varlen")
     trainer = trained(packed_trainer(arguments(out=tmp_path, bf16=True, fused_kernels=fused)))
     assert set(dtypes) == {torch.bfloat16}
-    assert trainer.exactness.backend == "varlen"
+    assert trainer.check_report.backend == "varlen"
     assert set(find_state(trainer.model).backends.resolved.values()) == {"varlen"}
     assert all(map(math.isfinite, losses(trainer)))

@@ -177,7 +177,7 @@ def test_the_check_proves_them(lora_dropout, calls, monkeypatch):
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_trainer_hands_on_the_switch(fused, calls):
     trainer = trained(packed_trainer(arguments(fused_kernels=fused, max_steps=1)))
-    assert bool(calls) == fused and trainer.exactness.is_exact
+    assert bool(calls) == fused and trainer.check_report.is_exact
 
 
 @pytest.mark.parametrize(("version", "change", "reason"), [

@@ -11,8 +11,8 @@ from tolerance import assert_float32, assert_regrouped, assert_rounding, differs
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from trl_packfa import check, describe, patch
+from trl_packfa.checking.first_batch import compare_padded_batch
 from trl_packfa.errors import PackingError
-from trl_packfa.exactness.first_batch import compare_padded_batch
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state

@@ -66,7 +66,7 @@ def test_signatures_are_frozen():
 def test_the_trainer_takes_what_trls_takes_in_its_order():
     ours, theirs = (list(inspect.signature(cls.__init__).parameters) for cls in (PackedSFTTrainer, SFTTrainer))
     assert ours == theirs
-    for name in ("packing_reports", "packing_plan", "exactness"):
+    for name in ("packing_reports", "packing_plan", "check_report"):
         assert name in PackedSFTTrainer.__doc__
 
 

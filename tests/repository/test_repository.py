@@ -43,7 +43,7 @@ README = (ROOT / "README.md").read_text()
 FLOORS = [
     "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
-    "exactness", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
+    "checking", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.base",
     "trainers.requirements", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
 ]  # fmt: skip
@@ -134,8 +134,8 @@ def test_every_patch_file_is_listed():
 def test_public_names_are_frozen_and_load():
     assert trl_packfa.__all__ == [
         "AttentionArguments",
+        "CheckReport",
         "DataCollatorForPacking",
-        "ExactnessReport",
         "PackedDPOConfig",
         "PackedDPOTrainer",
         "PackedKTOConfig",

@@ -116,7 +116,7 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
-    run = SimpleNamespace(packing_reports={"../../escaped": report}, exactness=None, packing_plan={})
+    run = SimpleNamespace(packing_reports={"../../escaped": report}, check_report=None, packing_plan={})
     PackedRun.save_reports(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["packing_report.json"]
     assert not (tmp_path.parent.parent / "escaped").exists()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_packfa import candidates
-from trl_packfa.exactness import check_identity
-from trl_packfa.trainers.sft import exactness_gate
+from trl_packfa.checking import check_identity
+from trl_packfa.trainers.sft import check_gate
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
@@ -39,23 +39,23 @@ def remembered(check: Callable, *names: str) -> Callable:
     return checked
 
 
-_TAKEN, _TAKEN_UNPADDED = exactness_gate.check, candidates.check_unpadding
+_TAKEN, _TAKEN_UNPADDED = check_gate.check, candidates.check_unpadding
 PACKED = remembered(_TAKEN, "collator")
 UNPADDED = remembered(_TAKEN_UNPADDED)
 
 
 def remember(replace: Callable) -> None:
     """Replace both functions where trainers call them; `replace` is `setattr`, or that of `monkeypatch`."""
-    replace(exactness_gate, "check", PACKED)
+    replace(check_gate, "check", PACKED)
     replace(candidates, "check_unpadding", UNPADDED)
 
 
 @contextmanager
 def forgotten() -> Iterator[None]:
     """Take every check anew in this block."""
-    remembering = exactness_gate.check, candidates.check_unpadding
-    exactness_gate.check, candidates.check_unpadding = _TAKEN, _TAKEN_UNPADDED
+    remembering = check_gate.check, candidates.check_unpadding
+    check_gate.check, candidates.check_unpadding = _TAKEN, _TAKEN_UNPADDED
     try:
         yield
     finally:
-        exactness_gate.check, candidates.check_unpadding = remembering
+        check_gate.check, candidates.check_unpadding = remembering

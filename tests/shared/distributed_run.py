@@ -212,7 +212,7 @@ def run(
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(f"{folder}/saved")
-    logs, report = logs_of(trainer), None if scenario.get("padded") else trainer.exactness
+    logs, report = logs_of(trainer), None if scenario.get("padded") else trainer.check_report
     return {
         "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logs],

@@ -125,10 +125,10 @@ def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch):
     assert not re.search(r"\d(it|s|examples)/s", ran.stdout + ran.stderr), "bars of datasets and of weights"
     out, err = (stream.split("<end>\n")[2] for stream in (ran.stdout, ran.stderr))
     assert out.startswith("loading model, tokenizing data.jsonl ...\n")
-    assert (out + err).count("tokens lost") == 1 and out.count("exactness check: exact, in ") == 1
+    assert (out + err).count("tokens lost") == 1 and out.count("check: exact, in ") == 1
     assert "padding that a padded run would compute" in out and "worst layer, packed against alone" in out
     resumed = ran.stdout.split("<end>\n")[3]
-    assert "exactness check: exact, checked before checkpoint-4; nothing has changed since" in resumed
+    assert "check: exact, checked before checkpoint-4; nothing has changed since" in resumed
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])

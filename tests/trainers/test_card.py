@@ -10,7 +10,7 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     trainer = trained(packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48)))
     card = (tmp_path / "README.md").read_text()
     section = card.split("## Packing\n")[1].split("\n## ")[0]
-    report = trainer.exactness
+    report = trainer.check_report
     for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{report.level}`",
                  f"attention backend `{report.backend}`", str(report["isolation"]), "documents 48",
                  f"transformers {report.versions['transformers']}"):  # fmt: skip
@@ -23,7 +23,7 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
 
 def test_a_card_without_check_says_so(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path, check_packing=False))
-    assert "Exactness: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
+    assert "Check: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
     trainer.create_model_card()
     assert "not checked before training" in (tmp_path / "README.md").read_text()
 

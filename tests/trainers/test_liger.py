@@ -5,7 +5,7 @@ from types import MethodType
 import pytest
 from training import arguments, losses, packed_trainer
 
-from trl_packfa.trainers.sft import exactness_gate, model_code
+from trl_packfa.trainers.sft import check_gate, model_code
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def events(monkeypatch):
             if type(module).__name__ == "LlamaRMSNorm":
                 module.forward = MethodType(forward, module)
 
-    check = exactness_gate.check
+    check = check_gate.check
     monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
     too_late = "transformers.trainer.apply_liger_kernel"
     monkeypatch.setattr(too_late, lambda *args: pytest.fail("applied after the check"))
-    monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("checked") or check(*a, **k))
+    monkeypatch.setattr(check_gate, "check", lambda *a, **k: events.append("checked") or check(*a, **k))
     return events
 
 
@@ -39,7 +39,7 @@ def test_liger_is_applied_once_and_checked(events):
     assert events.index("applied") == 0, "before anything runs"
     trainer.train()
     assert "checked" in events and events[events.index("checked") + 1] == "norm", "the check runs Liger's forwards"
-    assert events.count("applied") == 1 and trainer.exactness.is_exact and len(losses(trainer)) == 2
+    assert events.count("applied") == 1 and trainer.check_report.is_exact and len(losses(trainer)) == 2
     assert trainer.args.use_liger_kernel, "as it was asked for: checkpoints say so"
 
 

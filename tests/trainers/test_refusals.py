@@ -168,7 +168,7 @@ def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, capl
     before = packed.model.lm_head.logit_scale.detach().clone()
     packed.train()
     assert not torch.equal(packed.model.lm_head.logit_scale, before)
-    assert packed.exactness["head"].holds
+    assert packed.check_report["head"].holds
     stock = padded_trainer(arguments(SFTConfig, tmp_path), model=small_model("dory"), peft_config=None)
     before = stock.model.lm_head.logit_scale.detach().clone()
     stock.train()
@@ -194,7 +194,7 @@ def test_general_levels_train_through_the_trainer(tmp_path, model_type):
         trained(packed_trainer(arguments(out=tmp_path, packing=packs, **FULL), model=small_model(model_type),
                                peft_config=None)) for packs in (False, True)
     )  # fmt: skip
-    assert packed.exactness.is_exact
+    assert packed.check_report.is_exact
     assert_trajectory(losses(packed), losses(padded))
 
 

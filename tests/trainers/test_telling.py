@@ -80,7 +80,7 @@ def test_a_plain_config_keeps_its_rate_and_is_told_of_ours(tmp_path, capsys):
 def test_a_run_tells_the_verdict_the_data_and_the_speed(tmp_path, capsys):
     trained(packed_trainer(quiet_arguments(tmp_path)))
     verdict, data, speed = (line for line in said(capsys) if not line.startswith("checking"))
-    assert verdict.startswith("exactness check: exact, in ") and "in a row without boundaries by" in verdict
+    assert verdict.startswith("check: exact, in ") and "in a row without boundaries by" in verdict
     assert re.fullmatch(r"48 documents of [\d,]+ tokens; 12 steps an epoch; \d\d% of a padded run's places are "
                         r"padding; here none is", data)  # fmt: skip
     assert re.fullmatch(r"[\d,]+ tokens trained in \d+ s, [\d,]+ tokens/s; a padded run computes [\d,]+ places, "
@@ -129,7 +129,7 @@ def test_reports_are_saved_beside_the_model(tmp_path):
     trainer.save_model()
     trainer.save_model(str(tmp_path / "other"))
     for folder in ("out", "other"):
-        assert json.loads((tmp_path / folder / "exactness_report.json").read_text())["verdict"] == "exact"
+        assert json.loads((tmp_path / folder / "check_report.json").read_text())["verdict"] == "exact"
         assert json.loads((tmp_path / folder / "packing_report.json").read_text())["train"]["documents"] == 48
     padded = packed_trainer(arguments(out=tmp_path / "padded", packing=False), train_dataset=dataset())
     padded.save_model()

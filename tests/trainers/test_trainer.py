@@ -80,7 +80,7 @@ def test_packing_patching_and_lora_are_on_by_default(tmp_path):
     assert isinstance(trainer.model, PeftModel)
     assert "level: attention" in describe(trainer.model)
     trainer.train()
-    assert trainer.exactness.is_exact
+    assert trainer.check_report.is_exact
     assert trainer.state.log_history[0]["documents"] == 4
 
 
@@ -133,7 +133,7 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
     trainer = packed_trainer(args, model=str(tmp_path / "base"), peft_config=None)
     assert trainer.model.is_loaded_in_4bit
     trainer.train()
-    assert trainer.exactness.is_exact
+    assert trainer.check_report.is_exact
     trainer.save_model(str(tmp_path / "adapter"))
     loaded = PeftModel.from_pretrained(tiny.model(**sizes), tmp_path / "adapter")
     trained = {n: p for n, p in trainer.model.named_parameters() if "lora_B" in n}

@@ -67,7 +67,7 @@ def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
     assert report.split > 0 and report.packed_tokens == report.tokens
     batches = batches_of(trainer)
     trainer.train()
-    assert trainer.exactness.is_exact
+    assert trainer.check_report.is_exact
     layouts = [batch["packed_layout"] for batch in batches]
     assert sorted(layout.num_tokens for layout in layouts)[1:] == [64] * 3
     assert all(layout.num_documents > 1 for layout in layouts)
@@ -107,7 +107,7 @@ def test_what_is_lost_is_counted_reported_and_saved(tmp_path, caplog):
     trainer.train()
     saved = json.loads((tmp_path / "checkpoint-3" / "packing_report.json").read_text())
     assert saved["train"] == report.to_dict()
-    assert json.loads((tmp_path / "checkpoint-3" / "exactness_report.json").read_text())["verdict"] == "exact"
+    assert json.loads((tmp_path / "checkpoint-3" / "check_report.json").read_text())["verdict"] == "exact"
 
 
 def test_split_trains_every_token(tmp_path):

@@ -17,8 +17,8 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
 
 from trl_packfa import describe, patch, registered_patches, unpatch
+from trl_packfa.checking import quiet
 from trl_packfa.errors import UnsupportedModel
-from trl_packfa.exactness import quiet
 from trl_packfa.patching.bitsandbytes import SWITCH
 from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
 

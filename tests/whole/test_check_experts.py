@@ -7,7 +7,7 @@ from test_check_power import LAYER, with_dtype
 from tiny_models import small_model
 
 from trl_packfa import check, patch
-from trl_packfa.exactness.following import find_parts
+from trl_packfa.checking.following import find_parts
 from trl_packfa.layout.call_context import current_call
 from trl_packfa.patching.apply import find_state
 

@@ -12,8 +12,7 @@ from tiny_models import small_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_packfa import PackedLayout, candidates, check, patch
-from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness.documents import (
+from trl_packfa.checking.documents import (
     LONG,
     LONG_ROWS,
     SCORED,
@@ -24,7 +23,8 @@ from trl_packfa.exactness.documents import (
     losses,
     replacements,
 )
-from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
+from trl_packfa.checking.documents import SHAPES as ARRANGEMENTS
+from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 

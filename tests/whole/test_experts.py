@@ -229,4 +229,4 @@ def test_a_model_without_experts_has_no_auxiliary_loss(tmp_path):
     """Doge's config has a coefficient whether there are experts or not; TRL stops at the first step."""
     trainer = packed_trainer(arguments(out=tmp_path, max_steps=1), model=small_model("doge", num_hidden_layers=2))
     trainer.train()
-    assert not trainer.aux_loss_enabled and trainer.exactness.is_exact
+    assert not trainer.aux_loss_enabled and trainer.check_report.is_exact

@@ -145,7 +145,7 @@ def test_patch_that_fails_on_the_built_model_is_the_error_with_every_config(tmp_
 @pytest.mark.parametrize("config", [SFTConfig, TrainingArguments])
 def test_what_can_be_packed_still_is(tmp_path, config, caplog):
     trainer, _ = trained(PackedSFTTrainer, tmp_path, dict, config=config)
-    assert trainer.args.strategy.recuts_steps and trainer.exactness.is_exact
+    assert trainer.args.strategy.recuts_steps and trainer.check_report.is_exact
     assert "Training as SFTTrainer" not in caplog.text
 
 

@@ -72,7 +72,7 @@ def test_every_generator_stands_where_trls_run_leaves_it(tmp_path, strategy, sam
     options, trl = {"train_sampling_strategy": sampling}, {"make": padded_trainer, "config": SFTConfig}
     theirs, padded = recorded(lambda: packed(tmp_path / "trl", **trl, **options))
     ours, trainer = recorded(lambda: packed(tmp_path / "ours", packing_strategy=strategy, **options))
-    assert trainer.exactness.is_exact and "mfu" in trainer.state.log_history[0], "everything of ours ran"
+    assert trainer.check_report.is_exact and "mfu" in trainer.state.log_history[0], "everything of ours ran"
     assert [place for place, _ in ours] == [place for place, _ in theirs]
     moved = [place for (place, ours_), (_, theirs_) in zip(ours, theirs, strict=True) if ours_ != theirs_]
     assert not moved, f"not where TRL's are from {moved[0]!r} on"

@@ -132,10 +132,10 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     assert main([*two_steps(recipe, model, data, out), *more]) == 0
     (trainer,) = trainers
     of_pairs = "trainer" in config
-    assert trainer.trl_packfa_padding_free.first_calls if of_pairs else trainer.exactness.is_exact
+    assert trainer.trl_packfa_padding_free.first_calls if of_pairs else trainer.check_report.is_exact
     assert bool(getattr(trainer.model, "is_loaded_in_4bit", False)) == bool(quantized)
     saved = os.listdir(out)
-    report = set() if of_pairs else {"exactness_report.json"}
+    report = set() if of_pairs else {"check_report.json"}
     assert {"packing_report.json", "README.md", *report} <= set(saved)
     if config.get("use_peft") is False:
         assert all(p.requires_grad for p in trainer.model.parameters()) and "model.safetensors" in saved
@@ -246,7 +246,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(source, tmp_path, mon
     told = capsys.readouterr().out
     assert "exact: isolation 0.0e+00" in told and "[[" in told and ("image_tokens" in told) == bool(source)
     saved = {path.name for path in Path("packed-notebook").iterdir()}
-    assert {"adapter_model.safetensors", "exactness_report.json"} <= saved
+    assert {"adapter_model.safetensors", "check_report.json"} <= saved
 
 
 def test_the_table_on_real_weights_takes_names_or_paths(tmp_path):

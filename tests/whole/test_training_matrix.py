@@ -8,7 +8,7 @@ from selection import exhaustive
 
 from trl_packfa.layout.call_context import find_layout
 from trl_packfa.patches.measured import training
-from trl_packfa.trainers.sft.exactness_gate import ExactnessGate
+from trl_packfa.trainers.sft.check_gate import CheckGate
 from trl_packfa.versions import installed_version
 
 # Sizes that the config does not say, or by other names; a decoder that is called past its backbone; a head with more
@@ -42,11 +42,11 @@ def test_a_leak_is_refused_and_would_train_to_other_numbers(monkeypatch):
     """It comes after the check, so the first batch shows it."""
     assert matrix.measure_way("llama", "full")["verdict"] == "same"
     breaks = lambda gate, *args: wrap(gate.trainer.model, "model.layers.1.self_attn", leaks)  # noqa: E731
-    monkeypatch.setattr(ExactnessGate, "check", breaks)
-    monkeypatch.setattr(ExactnessGate, "tell", lambda gate, report: None)  # there is none
+    monkeypatch.setattr(CheckGate, "check", breaks)
+    monkeypatch.setattr(CheckGate, "tell", lambda gate, report: None)  # there is none
     found = matrix.measure_way("llama", "full")
     assert found["verdict"] == "refused" and "first training batch" in found["why"]
-    monkeypatch.setattr(ExactnessGate, "check_first_batch", lambda gate, *args: None)
+    monkeypatch.setattr(CheckGate, "check_first_batch", lambda gate, *args: None)
     found = matrix.measure_way("llama", "full")
     assert found["verdict"] == "differs" and found["loss"] > 1e-2, found
 

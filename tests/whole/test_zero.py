@@ -1,5 +1,5 @@
 """DeepSpeed on a CPU (gloo), two processes under torchrun, in ZeRO-3 every weight in parts: losses and weights of one
-process without DeepSpeed, also where the processes share rows, and the exactness check on the engine."""
+process without DeepSpeed, also where the processes share rows, and the check on the engine."""
 
 from importlib.util import find_spec
 

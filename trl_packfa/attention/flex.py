@@ -27,7 +27,7 @@ from .capabilities import AttentionBackend, Capabilities
 # sinks and gradients, for each dtype, for one block of tokens and for more.
 _GRAPHS = 128
 # Without this option, rows of fewer than 128 tokens use the decoding kernel. That kernel has no configuration for
-# their block mask if heads share keys (pytorch issue 185349). The exactness check must run the training kernel too.
+# their block mask if heads share keys (pytorch issue 185349). The check must run the training kernel too.
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 # Keeps a softcap a number, because torch cannot compile the score function without gradients if it is a tensor.
 _SETTINGS: Any = {"specialize_float": True}

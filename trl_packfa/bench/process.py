@@ -19,10 +19,10 @@ from torch.profiler import profile
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from ..checking import vocabulary_of
+from ..checking.compare import largest, share
+from ..checking.subject import rounding_dtype
 from ..comparison import TOLERANCES, Comparison
-from ..exactness import vocabulary_of
-from ..exactness.compare import largest, share
-from ..exactness.subject import rounding_dtype
 from .arguments import read_arguments
 from .environment import ALLOCATOR, large_heap
 from .measuring import StepCounter, compiled_graphs, peak_bytes, reset_peak, start_trace, summary

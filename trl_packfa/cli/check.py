@@ -15,7 +15,7 @@ from .output import Commands, add_json, print_rows
 if TYPE_CHECKING:  # the command's help must not import torch
     from torch import nn
 
-    from ..exactness import ExactnessReport
+    from ..checking import CheckReport
 
 # Not 1: that code means that the command could not run.
 NOT_EXACT = 3
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_exact else NOT_EXACT
 
 
-def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport:
+def _checked(model: nn.Module, args: argparse.Namespace) -> CheckReport:
     """Patch the model and check packed rows. Encoders and classifiers get padded batches only: `patch` checks them."""
     from ..api import patch
-    from ..exactness import check
+    from ..checking import check
     from ..patching.apply import find_state
     from ..patching.inspect import inner_model
     from ..terminal.progress import checking

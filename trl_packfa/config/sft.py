@@ -97,7 +97,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
     recheck: bool = field(
         default=False,
         metadata={
-            "help": "Run the exactness check although an earlier run on this machine has checked the same: model, "
+            "help": "Run the check although an earlier run on this machine has checked the same: model, "
             "weights, adapter, settings, versions, device."
         },
     )

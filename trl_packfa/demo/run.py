@@ -55,7 +55,7 @@ def run_demo(options: argparse.Namespace) -> int:
         rows = {"packing_strategy": "bfd", "per_device_train_batch_size": 1}
         whole = {"use_peft": "false", "check_packing": "false", "learning_rate": 1e-3, "max_steps": options.base_steps}
         _run(train, {"model_name_or_path": untrained, **training, **rows, **whole, "output_dir": base})
-    _part(3, f"QLoRA fine-tune: {options.steps} optimizer steps after an exactness check of the 4-bit model")
+    _part(3, f"QLoRA fine-tune: {options.steps} optimizer steps after a check of the 4-bit model")
     evaluating = {"eval_strategy": "steps", "eval_steps": options.steps, "eval_on_start": "true"}
     quantized = {"load_in_4bit": "true", "max_steps": options.steps, "output_dir": options.output_dir / "adapter"}
     _run(train, {"model_name_or_path": base, **training, **quantized, **evaluating})

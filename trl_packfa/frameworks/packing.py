@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..api import patch
+from ..checking import check
 from ..data.collator import DataCollatorForPacking
-from ..exactness import check
 from ..patching.apply import find_state
 
 logger = logging.getLogger(__name__)

@@ -38,9 +38,9 @@ class PatchState:
     unpadding: Unpadding | None = None
     # Why packed rows of text are not exact in a model with images or sounds, `None` if they are.
     packed_refusal: str | None = None
-    # Result of the check of `unpad=True`: an `ExactnessReport`.
+    # Result of the check of `unpad=True`: a `CheckReport`.
     unpadding_report: Any = None
-    # Result of the check of packing, if `patch` had to make one: an `ExactnessReport`.
+    # Result of the check of packing, if `patch` had to make one: a `CheckReport`.
     report: Any = None
 
     def apply(self, module: nn.Module, slot: str, value: Any) -> None:

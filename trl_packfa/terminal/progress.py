@@ -31,7 +31,7 @@ _WIDE = 120
 
 @contextmanager
 def checking(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Show the part that the exactness check measures and its time left.
+    """Show the part that the check measures and its time left.
 
     A terminal shows one status line. A pipe gets a line at the start and then at most one every 30 seconds.
     The context manager yields the function for the argument `progress` of [`check`].

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedModel
 
 from ...api import unpatch
+from ...checking import CheckReport
 from ...data.collating import CountedBatch
 from ...data.image_rows import NamingCollator, NumberedRows, look_at_images
 from ...data.step_cutting import count_true_tokens, keep_padded
@@ -38,7 +39,6 @@ from ...data.steps import (
     require_whole_step,
 )
 from ...errors import InvalidConfig, PackingError, figure
-from ...exactness import ExactnessReport
 from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
 from ...parallel.ranks import agree, from_main_rank, summed
@@ -89,7 +89,7 @@ class PackedRun(Base):
 
     packing_reports: dict[str, PackingReport]
     packing_plan: Mapping[str, float] = {}
-    exactness: ExactnessReport | None = None
+    check_report: CheckReport | None = None
     _resumed_from: str | None = None
     _operations: int | None = None  # of one token, once they are counted
     _unsettled = 0  # true tokens that this rank has trained and the others do not know of
@@ -326,16 +326,16 @@ class PackedRun(Base):
     @figure("section on packing in the model card")
     def _card_section(self) -> str:
         settings, said = self.args.card_settings, self._check_as_text()
-        return packing_section(settings, self.packing_reports, self.exactness, said=said)
+        return packing_section(settings, self.packing_reports, self.check_report, said=said)
 
     def _check_as_text(self) -> str:
         """Return the card's sentence on the check, for a run without a report."""
         return ""
 
     def save_reports(self, folder: str | Path) -> None:
-        """Write `packing_report.json` and, once checked, `exactness_report.json` into a folder."""
-        if self.exactness is not None:
-            write_json(Path(folder) / "exactness_report.json", self.exactness.to_dict())
+        """Write `packing_report.json` and, once checked, `check_report.json` into a folder."""
+        if self.check_report is not None:
+            write_json(Path(folder) / "check_report.json", self.check_report.to_dict())
         reports: dict[str, Any] = {name: report.to_dict() for name, report in self.packing_reports.items()}
         if self.packing_plan:
             reports["plan"] = dict(self.packing_plan)

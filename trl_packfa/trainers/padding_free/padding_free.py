@@ -14,12 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from ...api import patch, patched, unpatch
+from ...checking.first_batch import check_padded_call
 from ...comparison import Comparison
 from ...config.arguments import FLOAT8, WITHOUT_PADS
 from ...config.requirements import Run, require
 from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
-from ...exactness.first_batch import check_padded_call
 from ...layout.padded_rows import PaddedRows
 from ...parallel.ranks import summed
 from ...patching.apply import all_or_none, find_state, unpadding_of

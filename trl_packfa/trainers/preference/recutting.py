@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ...checking.quiet import quiet
 from ...comparison import Comparison
 from ...data.steps import Plan, run_batch
-from ...exactness.quiet import quiet
 from ...layout.padded_rows import rows_of, tell_rows
 from ...override import set_inside
 from ...parallel.ranks import summed

@@ -36,7 +36,7 @@ from .data import PACKABLE_DATA, TYPE_WITH_IMAGES
 from .training import Training, error_of
 from .trials import how_loss_differs
 
-# The first tested DeepSpeed whose engine can leave gradients alone while the exactness check reads them.
+# The first tested DeepSpeed whose engine can leave gradients alone while the check reads them.
 _DEEPSPEED = "0.19.8"
 # The first transformers whose Trainer was measured with processes that share rows.
 _TRANSFORMERS = "5.23.0"
@@ -259,11 +259,11 @@ SETUP = (
         do="Leave eval_packing unset. Then evaluation is padded and training stays packed."),
     Requirement(_scales_zero3,
         "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
-        why="there DeepSpeed runs every backward with its loss scaling, but the exactness check measures gradients",
+        why="there DeepSpeed runs every backward with its loss scaling, but the check measures gradients",
         do="Use bf16=True, or FSDP2 (fsdp=True)."),
     Requirement(lambda r: _is_zero3(r) and _older("deepspeed", _DEEPSPEED),
         f"ZeRO-3 needs deepspeed >= {_DEEPSPEED}, found {{found}}.",
-        why="the exactness check needs an engine that can leave gradients alone (coalesce_grad_reduction)",
+        why="the check needs an engine that can leave gradients alone (coalesce_grad_reduction)",
         do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).", error=VersionTooOld),
     Requirement(lambda r: getattr(r.accelerator_config, "dispatch_batches", None),
         "accelerator_config.dispatch_batches=True cannot carry the boundaries of documents, or the pairs of a step.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...exactness import ExactnessReport
+from ...checking import CheckReport
 from ...packing import PackingReport
 from ...versions import MINIMUM_VERSIONS, installed_version
 
@@ -18,7 +18,7 @@ _BEFORE = "\n## Citations"
 def packing_section(
     settings: Mapping[str, object],
     reports: Mapping[str, PackingReport],
-    exactness: ExactnessReport | None,
+    check_report: CheckReport | None,
     *,
     said: str = "",
 ) -> str:
@@ -29,14 +29,14 @@ def packing_section(
     shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
     told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
     installed = {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
-    versions = exactness.versions if exactness is not None else installed
+    versions = check_report.versions if check_report is not None else installed
     lines = [
         _HEADING,
         f"Trained with [trl-packfa](https://github.com/trl-packfa/trl-packfa), {_METHOD}: {told}.",
         "",
         *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
           for name, report in reports.items()),
-        f"- Exactness: {said or _check(exactness)}",
+        f"- Check: {said or _check(check_report)}",
         "- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + ".",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -58,12 +58,12 @@ def add_section(text: str, section: str) -> str:
     return f"{before.rstrip()}\n\n{section}{after}"
 
 
-def _check(exactness: ExactnessReport | None) -> str:
-    if exactness is None:
+def _check(check_report: CheckReport | None) -> str:
+    if check_report is None:
         return "not checked before training (`check_packing=False`)."
-    rows = ", ".join(str(row) for row in exactness.rows if row.words.label)
+    rows = ", ".join(str(row) for row in check_report.rows if row.words.label)
     return (
-        f"verdict `{exactness.verdict}` before the first step ({rows}); model type "
-        f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
-        f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
+        f"verdict `{check_report.verdict}` before the first step ({rows}); model type "
+        f"`{check_report.model_type}`, level `{check_report.level}`, attention backend `{check_report.backend}`, "
+        f"{check_report.dtype}, {check_report.training}, seed {check_report.seed}."
     )

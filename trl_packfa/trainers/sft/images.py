@@ -19,6 +19,10 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
+from ...checking import quiet
+from ...checking.compare import relative_difference
+from ...checking.rounding import last_places_off
+from ...checking.subject import compute_dtype
 from ...comparison import TOLERANCES, Comparison
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
@@ -28,10 +32,6 @@ from ...data.image_examples import OwnCutter, Processed, why_images_stay
 from ...data.image_rows import Example
 from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import CutStep, Part
-from ...exactness import quiet
-from ...exactness.compare import relative_difference
-from ...exactness.rounding import last_places_off
-from ...exactness.subject import compute_dtype
 from ...packing import STEP
 from ...parallel.ranks import agree
 from ..base.packed_run import HOOKS, PackedRun

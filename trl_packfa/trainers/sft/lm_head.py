@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from ...autocast import autocast_dtype
+from ...checking import quiet, vocabulary_of
+from ...checking.subject import rounding_dtype
 from ...comparison import TOLERANCES, Comparison
 from ...config.sft import PackedSFTConfig
 from ...errors import UnsupportedModel
-from ...exactness import quiet, vocabulary_of
-from ...exactness.subject import rounding_dtype
 from ...kernels.lm_head.chunked import ChunkedHead, Head
 from ...patching import router_loss
 from ...patching.inspect import inner_model

@@ -21,11 +21,11 @@ from accelerate import Accelerator
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...checking import quiet
 from ...config.sft import PackedSFTConfig
 from ...data.collator import FIRST_LABELS, SOURCES
 from ...data.origins import ORIGINS, Origins
 from ...errors import UnsupportedModel
-from ...exactness import quiet
 from ...layout import PackedLayout
 from ...layout.shard import RowShard
 from ...parallel.ranks import row_group, summed

@@ -1,6 +1,6 @@
 """Changes of a model's code besides our patch: Liger's own patch, and layers that torch compiles.
 
-The Trainer would apply Liger's when training starts. That is too late: the exactness check would have checked another
+The Trainer would apply Liger's when training starts. That is too late: the check would have checked another
 model, and Liger's forwards would replace those that keep documents apart.
 """
 
@@ -30,7 +30,7 @@ def apply_liger(model: Any, args: PackedSFTConfig) -> None:
         return
     apply_liger_kernel(model, args.liger_kernel_config)
     logger.info(
-        "trl-packfa: use_liger_kernel=True: Liger has patched the model, and the exactness check will check it so. "
+        "trl-packfa: use_liger_kernel=True: Liger has patched the model, and it is checked so. "
         "Without it, packed calls on CUDA use the same kernels, and gated MLPs with LoRA run fused."
     )
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
+from ...checking import CheckReport
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.dataset import COUNTS, hold_out
 from ...data.files import load_dataset_dict
 from ...data.raw_dataset import make_columns
 from ...errors import InvalidConfig, InvalidDataset
-from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, packing_table, plan_table
@@ -181,8 +181,8 @@ def _show(trainer: PackedSFTTrainer) -> None:
         console.print(plan_table(plan))
 
 
-def _show_check(report: ExactnessReport) -> None:
-    """Print the verdict of the exactness check and its measurements."""
+def _show_check(report: CheckReport) -> None:
+    """Print the verdict of the check and its measurements."""
     print(report.told, flush=True)
     if not report.taken_from:
         print_table(report.table())

@@ -1,4 +1,4 @@
-"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, exactness check and LoRA on by default.
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, the check and LoRA on by default.
 
 The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
 calls the part that does the work:
@@ -8,7 +8,7 @@ calls the part that does the work:
     PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
     StepPlan, StreamCutter  cut the documents of an optimizer step into micro-batches
     LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
-    ExactnessGate           runs the exactness check before the first step
+    CheckGate           runs the check before the first step
     SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
 """
 
@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from ...api import patch
+from ...checking import CheckReport
 from ...config.arguments import ARGUMENTS
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
@@ -52,7 +53,6 @@ from ...data.step_cutting import StepPlan, StreamCutter, how_to_cut, keep_padded
 from ...data.steps import micro_batches_of, run_batch
 from ...data.templates import left_out_by_template, named_conversations, naming_conversations
 from ...errors import InvalidConfig, PackingError, figure
-from ...exactness import ExactnessReport
 from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
 from ...parallel.ranks import refuse_short_rows, require_same_documents, share_rows, summed
@@ -65,8 +65,8 @@ from ..requirements.runs import MODEL, SETUP
 from ..requirements.training import Training
 from ..saving.checkpoint_files import count_batch, take_losses
 from ..saving.resuming import identity
+from .check_gate import CheckGate
 from .construction import settle_arguments
-from .exactness_gate import ExactnessGate
 from .images import ROW_WEIGHTS, ImageCutter, TrainsOnImages
 from .lm_head import LossHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, counted_labels, example_weights
@@ -100,7 +100,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     Attributes:
         packing_reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
         packing_plan (`dict[str, float]`): numbers of an epoch: steps, examples per step, micro-batches, fill.
-        exactness (`ExactnessReport` or `None`): the exactness check, once [`~PackedSFTTrainer.train`] has run it.
+        check_report (`CheckReport` or `None`): the check, once [`~PackedSFTTrainer.train`] has run it.
 
     Raises:
         [`PackingError`]: at construction, if arguments, model or data cannot be packed exactly. The message says why.
@@ -159,7 +159,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         with telling_of_targets(model, args), loading:
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         require_trained(self.model, options)
-        self._gate = ExactnessGate(self)
+        self._gate = CheckGate(self)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)
         self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
@@ -470,8 +470,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     # Check -----------------------------------------------------------------------------------------------------------
 
     @property
-    def exactness(self) -> ExactnessReport | None:
-        """The exactness check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.check`] has run it."""
+    def check_report(self) -> CheckReport | None:
+        """The check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.check`] has run it."""
         return self._gate.report
 
     @property
@@ -482,11 +482,11 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     @property
     def is_checked_wrapped(self) -> bool:
-        """`True` if the exactness check waits for the wrapped model, because an unsharded one may fit no device."""
+        """`True` if the check waits for the wrapped model, because an unsharded one may fit no device."""
         return self.is_fsdp_enabled or self.is_zero3_enabled
 
-    def check(self, checkpoint: str | None = None) -> ExactnessReport:
-        """Run the exactness check on the model as it will train, on every rank, and keep the report.
+    def check(self, checkpoint: str | None = None) -> CheckReport:
+        """Run the check on the model as it will train, on every rank, and keep the report.
 
         Args:
             checkpoint (`str`, *optional*):
@@ -501,7 +501,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _require_check(self) -> None:
         if self.args.packing:
             self._head.choose(self.model_wrapped)
-            if self.args.check_packing and self.exactness is None:
+            if self.args.check_packing and self.check_report is None:
                 self._gate.tell(self.check(self._resumed_from))
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------

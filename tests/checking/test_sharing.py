@@ -7,8 +7,8 @@ from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
 from trl_packfa.attention import dispatch
+from trl_packfa.checking import check_unpadding
 from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness import check_unpadding
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.shared_prefix import TokenGather
 from trl_packfa.patching.apply import find_state

@@ -9,10 +9,10 @@ import torch
 from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
+from trl_packfa.checking import check_unpadding, depth
+from trl_packfa.checking.unpadding import PaddedProbe
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import UnsupportedModel
-from trl_packfa.exactness import check_unpadding, depth
-from trl_packfa.exactness.unpadding import PaddedProbe
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch
@@ -140,7 +140,7 @@ def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measureme
 @pytest.mark.parametrize("fault", ["remembers", "no document has its own"])
 def test_negative_control_frequencies_of_other_documents_are_found(fault, monkeypatch):
     if fault == "remembers":
-        monkeypatch.setattr(sys.modules["trl_packfa.exactness.quiet"], "fresh_frequencies", nullcontext)
+        monkeypatch.setattr(sys.modules["trl_packfa.checking.quiet"], "fresh_frequencies", nullcontext)
     else:
         plain = lambda self, *args, **options: self.call_original(*args, **options)  # noqa: E731
         monkeypatch.setattr(RotaryOverride, "__call__", plain)

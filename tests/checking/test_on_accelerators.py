@@ -15,11 +15,11 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention.block_mask import BLOCK, block_mask
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.autocast import multiplies_in_tf32
+from trl_packfa.checking import isolation, measure, rounding, subject
+from trl_packfa.checking.documents import LONG, SHORT, long_lengths
+from trl_packfa.checking.runs import Arrangement
 from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness import isolation, measure, rounding, subject
-from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
-from trl_packfa.exactness.runs import Arrangement
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import find_backbone, max_positions
 

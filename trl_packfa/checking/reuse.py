@@ -21,7 +21,7 @@ from ..patches.measured import RESULTS, fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
 from ..versions import MINIMUM_VERSIONS, installed_version
-from .report import ExactnessReport
+from .report import CheckReport
 from .subject import device_of
 
 _PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
@@ -63,12 +63,12 @@ def check_identity(model: nn.Module, **facts: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:32]
 
 
-def reusable_check(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
+def reusable_check(checkpoint: str | Path, identity: str) -> CheckReport | None:
     """Return the report beside a checkpoint if a model of this identity was checked exact, else `None`."""
-    return _read(Path(checkpoint) / "exactness_report.json", identity, f"before {Path(checkpoint).name}")
+    return _read(Path(checkpoint) / "check_report.json", identity, f"before {Path(checkpoint).name}")
 
 
-def check_of_machine(model: nn.Module, identity: str) -> ExactnessReport | None:
+def check_of_machine(model: nn.Module, identity: str) -> CheckReport | None:
     """Return the report of an earlier run on this machine, of the same identity and weights; else `None`."""
     path = _kept(model, identity)
     if path is None or not path.is_file():
@@ -78,7 +78,7 @@ def check_of_machine(model: nn.Module, identity: str) -> ExactnessReport | None:
 
 
 @figure("check kept for the next run")
-def keep_check(model: nn.Module, report: ExactnessReport) -> None:
+def keep_check(model: nn.Module, report: CheckReport) -> None:
     """Keep a report for later runs on this machine, if it is exact."""
     path = _kept(model, report.identity)
     if path is not None and report.is_exact:
@@ -108,15 +108,15 @@ def _some_values(model: nn.Module) -> bytes:
     return torch.cat([values.cpu() for values in some]).numpy().tobytes()
 
 
-def _read(path: Path, identity: str, taken_from: str) -> ExactnessReport | None:
+def _read(path: Path, identity: str, taken_from: str) -> CheckReport | None:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         # JSON of another version may have more or fewer fields, and tuples are lists there. This run has a first batch
         # of its own.
-        values = {field.name: saved[field.name] for field in fields(ExactnessReport) if field.name in saved}
+        values = {field.name: saved[field.name] for field in fields(CheckReport) if field.name in saved}
         rows = (Comparison(**{name: row[name] for name in Comparison._fields}) for row in saved["rows"])
         values |= {"rows": tuple(row for row in rows if not row.words.is_of_batch), "lengths": tuple(saved["lengths"])}
-        report = ExactnessReport(**values)
+        report = CheckReport(**values)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no report, or one of another version
         return None
     if report.identity != identity or not report.is_exact:

@@ -11,9 +11,9 @@ from training import arguments, losses, packed_trainer, trained
 from transformers import TrainerCallback
 
 from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
+from trl_packfa.checking import check_batch, first_batch
 from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness import check_batch, first_batch
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead, LogProbs
 from trl_packfa.layout.call_context import find_layout
 from trl_packfa.patching.apply import unpadding_of
@@ -41,7 +41,7 @@ def test_a_leak_that_only_the_first_batch_shows_stops_the_training(options, tmp_
     trainer.add_callback(BreakAfterTheCheck(trainer.model.get_base_model()))
     with pytest.raises(ContaminationError, match="not exact on the first training batch") as error:
         trainer.train()
-    assert trainer.exactness.is_exact, "the control: the check before saw nothing"
+    assert trainer.check_report.is_exact, "the control: the check before saw nothing"
     assert "packing=False" in str(error.value)
 
 
@@ -54,14 +54,14 @@ class OwnStep(PackedSFTTrainer):
 
 def test_the_padded_first_batch_of_a_users_own_step_is_compared(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path), cls=OwnStep)
-    report, policy = trained(trainer).exactness, unpadding_of(trainer.model)
+    report, policy = trained(trainer).check_report, unpadding_of(trainer.model)
     assert report["padded batch"].holds and report["padded batch"].allowed > 0 and "first batch" not in report
     assert policy.watch is None and policy.trained == policy.tokens, "calls of the check are counted"
     other = packed_trainer(arguments(out=tmp_path / "other"), cls=OwnStep, model=tiny.model(layers=2))
     other.add_callback(BreakAfterTheCheck(other.model.get_base_model()))
     with pytest.raises(ContaminationError, match="LlamaForCausalLM: the first batch without its pads is not exact"):
         other.train()
-    assert other.exactness.is_exact, "the control: the check before saw nothing"
+    assert other.check_report.is_exact, "the control: the check before saw nothing"
 
 
 STRATEGY = {"packing_strategy": "minibatch"}
@@ -69,7 +69,7 @@ STRATEGY = {"packing_strategy": "minibatch"}
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, STRATEGY], ids=["fp32", "bf16", "mini"])
 def test_an_exact_first_batch_is_in_the_report(options, tmp_path):
-    report = trained(packed_trainer(arguments(out=tmp_path, **options))).exactness
+    report = trained(packed_trainer(arguments(out=tmp_path, **options))).check_report
     assert report.tokens == "known" and report["first batch"].holds and report["first batch"].allowed > 0
     written = {row["kind"]: row["difference"] for row in report.to_dict()["rows"]}
     assert written["first batch"] == report["first batch"].difference
@@ -129,7 +129,7 @@ def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path
     trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
     with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
         trainer.train()
-    assert trainer.exactness.is_exact, "the control: the check before saw nothing"
+    assert trainer.check_report.is_exact, "the control: the check before saw nothing"
 
 
 def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path
 def test_a_head_that_casts_its_logits_up_is_held_to_the_dtype_of_its_products(dtype, tmp_path):
     """Dory's was held to float32 under accelerate's autocast, and refused."""
     args = arguments(out=tmp_path, use_peft=False, bf16=dtype == "bfloat16")
-    report = trained(packed_trainer(args, model=small_model("dory"), peft_config=None)).exactness
+    report = trained(packed_trainer(args, model=small_model("dory"), peft_config=None)).check_report
     assert report["head"].holds and report["head"].allowed == TOLERANCES[getattr(torch, dtype)].gradients
 
 
@@ -162,7 +162,7 @@ def test_the_head_of_a_model_that_calls_its_decoder_past_its_backbone_is_compare
     trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=small_model(name), peft_config=None)
     monkeypatch.setattr(ChunkedHead, "_scores", scaled)  # after the head was chosen
     if factor == 1.0:
-        report = trained(trainer).exactness
+        report = trained(trainer).check_report
         assert report["head"].holds and report["head"].allowed > 0
     else:
         with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):

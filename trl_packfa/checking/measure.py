@@ -47,7 +47,7 @@ from .engine import Compared, compare
 from .isolation import Isolation, measure_control, measure_isolation
 from .probe import Collator, Probe, special_tokens, vocabulary_of
 from .quiet import quiet
-from .report import ExactnessReport
+from .report import CheckReport
 from .runs import Arrangement, dtype_of
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
@@ -61,7 +61,7 @@ def check(
     processing_class: Any = None,
     seed: int = 0,
     progress: Callable[[str, float], None] | None = None,
-) -> ExactnessReport:
+) -> CheckReport:
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
     The model must be patched, or loaded with `attn_implementation="packfa"`. The check runs about six thousand tokens,
@@ -105,7 +105,7 @@ def check(
     started = time.perf_counter()
     vocabulary = vocabulary_of(model)
     known = known_tokens(documents, processing_class, vocabulary)
-    measured: list[ExactnessReport] = []
+    measured: list[CheckReport] = []
     # Prefixes change with the documents that are replaced, and rounding with them: `check_unpadding` measures them.
     alone = [] if state.unpadding is None else [(state.unpadding, "sharing", None)]
     with gradients_taken(model) as gradient_parts, torch.enable_grad(), attributes_set(alone):
@@ -157,9 +157,7 @@ def _has_tiles(device: torch.device) -> bool:
     return device.type != "cpu"  # kernels of accelerators work in tiles of 64 to 128 tokens
 
 
-def _measure(
-    short: Probe, long: Probe, *, mode: str, both: bool, gradients: bool = True
-) -> tuple[ExactnessReport, bool]:
+def _measure(short: Probe, long: Probe, *, mode: str, both: bool, gradients: bool = True) -> tuple[CheckReport, bool]:
     """Measure in one mode: few documents through all layers, many through one layer of each kind.
 
     Without `gradients` documents are compared without a graph, as they are evaluated. With `both` isolation is
@@ -223,7 +221,7 @@ def _measure(
     parity = forward._replace(where=first or forward.where)
     regrouped, unsteady = (max(getattr(found, name) for found, _ in isolated) for name in ("regrouped", "unsteady"))
     off = sum(not bool(values.isfinite().all()) for run in runs for own in run.values() for values in own.tensors)
-    report = ExactnessReport(
+    report = CheckReport(
         rows=(
             *([Comparison("finite", off, 0.0, of=str(dtype).removeprefix("torch."))] if off else []),
             Comparison("isolation", leaking.forward, 0.0, leak or "", max(regrouped, unsteady)),

@@ -11,12 +11,12 @@ from tolerance import VISIBLE
 
 from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
+from trl_packfa.checking import check_unpadding, engine, subject, unpadding
+from trl_packfa.checking.compare import largest, share
+from trl_packfa.checking.probe import Probe
 from trl_packfa.comparison import Comparison
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness import check_unpadding, engine, subject, unpadding
-from trl_packfa.exactness.compare import largest, share
-from trl_packfa.exactness.probe import Probe
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import get_patch
 

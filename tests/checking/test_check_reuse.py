@@ -16,9 +16,9 @@ from tiny_models import small_model
 from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa import candidates, check, patch
-from trl_packfa.exactness import check_identity, check_of_machine, keep_check, reusable_check, reuse
-from trl_packfa.exactness.reuse import code_digest
-from trl_packfa.trainers.sft import exactness_gate as gate
+from trl_packfa.checking import check_identity, check_of_machine, keep_check, reusable_check, reuse
+from trl_packfa.checking.reuse import code_digest
+from trl_packfa.trainers.sft import check_gate as gate
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def run(folder, *, resume=None, **options):
 def test_a_resumed_run_is_not_checked_again(tmp_path, checks):
     whole = run(tmp_path)
     resumed = run(tmp_path, resume=str(tmp_path / "checkpoint-2"))
-    assert len(checks) == 1 and resumed.exactness.verdict == "exact"
-    assert resumed.exactness.identity == whole.exactness.identity
-    assert "first batch" in resumed.exactness  # its own first batch is
+    assert len(checks) == 1 and resumed.check_report.verdict == "exact"
+    assert resumed.check_report.identity == whole.check_report.identity
+    assert "first batch" in resumed.check_report  # its own first batch is
     assert losses(resumed) == losses(whole)
 
 
@@ -57,7 +57,7 @@ def test_what_has_changed_is_checked(tmp_path, checks, change):
 def test_another_process_has_the_same_identity():
     """PEFT keeps target modules in a set, which has another order in every process."""
     lines = "import tiny; from peft import get_peft_model; from training import lora_config"
-    lines += "; from trl_packfa import patch; from trl_packfa.exactness import check_identity"
+    lines += "; from trl_packfa import patch; from trl_packfa.checking import check_identity"
     lines += "; print(check_identity(patch(get_peft_model(tiny.model(layers=1), lora_config()))))"
     command, found = [sys.executable, "-c", lines], set()
     for seed in ("1", "2"):
@@ -104,7 +104,7 @@ def test_code_of_the_package_and_of_the_patches_counts(tmp_path, monkeypatch):
 
 def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
     trainer = run(tmp_path)
-    path, identity = tmp_path / "checkpoint-2" / "exactness_report.json", trainer.exactness.identity
+    path, identity = tmp_path / "checkpoint-2" / "check_report.json", trainer.check_report.identity
     written = json.loads(path.read_text())
     assert reusable_check(path.parent, identity) is not None
     leak = [{**row, "difference": 1.0} if row["kind"] == "isolation" else row for row in written["rows"]]
@@ -130,8 +130,8 @@ def checked_run(tmp_path, **options):
 def test_a_second_run_on_this_machine_is_not_checked_again(tmp_path, checks, kept):
     first, second = checked_run(tmp_path), checked_run(tmp_path)
     assert len(checks) == 1 and len(list(kept.iterdir())) == 1
-    assert second.exactness.taken_from.startswith("on this machine on 20") and not first.exactness.taken_from
-    assert second.exactness.is_exact and "first batch" in second.exactness  # its own first batch is checked
+    assert second.check_report.taken_from.startswith("on this machine on 20") and not first.check_report.taken_from
+    assert second.check_report.is_exact and "first batch" in second.check_report  # its own first batch is checked
     assert losses(first) == losses(second)
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_kept_of_what_is_not_exact_nor_in_an_empty_folder(tmp_path, k
 def test_a_cache_that_cannot_be_written_ends_no_run(tmp_path, checks, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRL_PACKFA_CACHE", str(tmp_path / "file"))
-    assert checked_run(tmp_path).exactness.is_exact and checked_run(tmp_path).exactness.is_exact
+    assert checked_run(tmp_path).check_report.is_exact and checked_run(tmp_path).check_report.is_exact
     assert len(checks) == 2
 
 
@@ -188,7 +188,7 @@ def test_a_trainer_takes_the_check_that_patch_had_to_make(options, tmp_path, tak
     trainer = packed_trainer(arguments(out=tmp_path, **options))
     assert "has not been measured under packing: checking this model" in caplog.text
     trainer.train()
-    assert takers == ["patch"] and trainer.exactness.is_exact and "first batch" in trainer.exactness
+    assert takers == ["patch"] and trainer.check_report.is_exact and "first batch" in trainer.check_report
 
 
 def test_what_patch_proved_of_another_model_does_not_count(tmp_path, takers):

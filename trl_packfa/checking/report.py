@@ -17,7 +17,7 @@ _NEW_MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactnessReport:
+class CheckReport:
     """Result of the check: what was verified about a run, and the verdict.
 
     `report["parity"]` is one comparison: its `difference`, the difference `allowed`, `where` it is, and the `noise` of
@@ -145,7 +145,7 @@ class ExactnessReport:
     def told(self) -> str:
         """The verdict for the terminal, with where it was taken from or how long it took."""
         old = f"checked {self.taken_from}; nothing has changed since"
-        return f"exactness check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"
+        return f"check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"
 
     @property
     def _is_of_packing(self) -> bool:

@@ -1,4 +1,4 @@
-"""The exactness check before the first step: on the model as it will train, then on the first batch."""
+"""The check before the first step: on the model as it will train, then on the first batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ...comparison import Comparison
-from ...compile import uncompiled
-from ...config.sft import PackedSFTConfig
-from ...data.collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
-from ...data.steps import micro_batches_of
-from ...errors import UnsupportedModel
-from ...exactness import (
-    ExactnessReport,
+from ...checking import (
+    CheckReport,
     check,
     check_batch,
     check_identity,
@@ -27,6 +21,12 @@ from ...exactness import (
     keep_check,
     reusable_check,
 )
+from ...comparison import Comparison
+from ...compile import uncompiled
+from ...config.sft import PackedSFTConfig
+from ...data.collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacking
+from ...data.steps import micro_batches_of
+from ...errors import UnsupportedModel
 from ...parallel.ranks import agree, from_main_rank, row_group
 from ...patching.apply import find_state
 from ...terminal.progress import checking
@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 _KNOWN_TOKENS = 2048
 
 
-class ExactnessGate:
+class CheckGate:
     """The check that lets a trainer's run start only if packing is exact on its model, on every rank."""
 
     def __init__(self, trainer: Any) -> None:
@@ -47,10 +47,10 @@ class ExactnessGate:
         self.args: PackedSFTConfig = trainer.args
         self.accelerator: Accelerator = trainer.accelerator
         self._group = row_group(self.args, self.accelerator)
-        self.report: ExactnessReport | None = None
+        self.report: CheckReport | None = None
         self._has_checked_batch = False
 
-    def check(self, checkpoint: str | None = None) -> ExactnessReport:
+    def check(self, checkpoint: str | None = None) -> CheckReport:
         """Run the check on every rank, and keep the report; see [`PackedSFTTrainer.check`]."""
         model = self.trainer.model
         # DeepSpeed's engine runs the model if its weights are sharded.
@@ -87,14 +87,14 @@ class ExactnessGate:
         """`True` if the check serves later runs on this machine: of one process, whose weights are whole."""
         return self.accelerator.num_processes == 1
 
-    def _checked_before(self, checkpoint: str | None, identity: str) -> ExactnessReport | None:
+    def _checked_before(self, checkpoint: str | None, identity: str) -> CheckReport | None:
         """Return the report of the checkpoint to resume from, or of an earlier run on this machine."""
         if checkpoint is not None and (saved := reusable_check(checkpoint, identity)) is not None:
             return saved
         known = self._is_kept and not self.args.recheck
         return check_of_machine(self.trainer.model, identity) if known else None
 
-    def tell(self, report: ExactnessReport) -> None:
+    def tell(self, report: CheckReport) -> None:
         """Tell the verdict of the check before a run."""
         measured = (
             f". Packed documents differ by {report['parity'].difference:.1e} from the same alone; in a row without "
@@ -107,8 +107,8 @@ class ExactnessGate:
         documents = _first_documents(self.trainer.train_dataset)
         return {"collator": self.trainer.data_collator, "documents": documents, "seed": self.args.seed}
 
-    def _check(self, engine: Any) -> ExactnessReport:
-        def run_check(progress: Callable[[str, float], None]) -> ExactnessReport:
+    def _check(self, engine: Any) -> CheckReport:
+        def run_check(progress: Callable[[str, float], None]) -> CheckReport:
             # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
             # would not use them.
             with self.accelerator.autocast(), uncompiled(engine):
@@ -121,7 +121,7 @@ class ExactnessGate:
         with checking("checking on this model that no document sees another", shown=shown) as progress:
             return agree(self.accelerator, lambda: run_check(progress))
 
-    def _with_sharded_rows(self, report: ExactnessReport, engine: Any) -> ExactnessReport:
+    def _with_sharded_rows(self, report: CheckReport, engine: Any) -> CheckReport:
         """Return the report with the check of rows that processes share; unchanged if none do."""
         group = self._group
         if group is None:
@@ -148,7 +148,7 @@ class ExactnessGate:
         options = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
         (switch or model.gradient_checkpointing_enable)(given or None, **options)
 
-    def _checked_by_patch(self) -> ExactnessReport | None:
+    def _checked_by_patch(self) -> CheckReport | None:
         """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
         model, collator = self.trainer.model, self.trainer.data_collator
         state = find_state(model)

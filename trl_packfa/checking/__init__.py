@@ -9,7 +9,7 @@ from .first_batch import check_batch as check_batch
 from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of
 from .quiet import quiet as quiet
-from .report import ExactnessReport as ExactnessReport
+from .report import CheckReport as CheckReport
 from .reuse import check_identity as check_identity
 from .reuse import check_of_machine as check_of_machine
 from .reuse import keep_check as keep_check

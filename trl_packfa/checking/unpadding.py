@@ -41,7 +41,7 @@ from .engine import Compared, compare
 from .following import Following
 from .probe import traced
 from .quiet import quiet
-from .report import ExactnessReport
+from .report import CheckReport
 from .runs import Arrangement, Run, dtype_of
 from .scoring import Scorer, is_multiple_choice
 from .subject import Subject, compute_dtype, device_of
@@ -63,7 +63,7 @@ _PATTERNS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 def check_unpadding(
     model: nn.Module, *, documents: Sequence[Sequence[int]] | None = None, seed: int = 0
-) -> ExactnessReport:
+) -> CheckReport:
     """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
 
     It runs about a thousand tokens forwards and backwards, half of them, in a large model on a CPU, through one layer
@@ -110,7 +110,7 @@ def check_unpadding(
     return replace(report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> ExactnessReport:
+def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> CheckReport:
     """Measure rows padded on the right in the whole model, and rows padded on the left in one layer of each kind."""
     subject = probe.subject
     with skipping(kinds.subject.skipped):
@@ -142,7 +142,7 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> ExactnessReport:
     counted = apart(probe.run(call, rows, unpad=False), plain)
     if takes_left and counted > max(found.forward.allowed, VISIBLE):
         figures.append(Comparison("pads counted", counted, math.inf))
-    return ExactnessReport(
+    return CheckReport(
         rows=(*found.rows("unpadding", against), Comparison("unpadding control", visible, VISIBLE), *figures),
         dtype=str(compute_dtype(subject.model, dtype_of(plain))).removeprefix("torch."),
         blocks=bool(probe.types),

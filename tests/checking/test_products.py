@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from trl_packfa.exactness import products
+from trl_packfa.checking import products
 
 
 @pytest.fixture
