@@ -12,8 +12,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_packfa import PackedLayout, plot
-
 ROOT = Path(__file__).parents[1]
 GAINS, MASK = "gains.svg", "packed_row.svg"
 # Words of the table's first column, and what the picture calls the row.
@@ -23,7 +21,7 @@ _ROWS = {
     "DPO": "DPO, lengths\nas in FLAN",
 }
 _PADDED, _PACKED = "#8d99ae", "#2a6f97"
-_DOCUMENTS = (5, 9, 5)
+_DOCUMENTS, _COLOURS = (5, 9, 5), ("#2a6f97", "#e07a1f", "#4c956c")
 
 
 class Gain(NamedTuple):
@@ -78,8 +76,27 @@ def draw(folder: Path) -> None:
     speed.invert_yaxis()
     figure.legend(*speed.get_legend_handles_labels(), frameon=False, ncols=2, loc="outside upper center")
     _save(figure, folder / GAINS)
-    row: Any = plot(PackedLayout.from_lengths(_DOCUMENTS))  # a figure, without a path
+    row = Figure(figsize=(4.2, 4.2), layout="constrained")
+    _draw_mask(row.add_subplot(1, 1, 1))
     _save(row, folder / MASK)
+
+
+def _draw_mask(axes: Any) -> None:
+    """Draw each document as the triangle of what its tokens attend to. The area between documents is white."""
+    from matplotlib.patches import Polygon, Rectangle
+    from matplotlib.ticker import MaxNLocator
+
+    end, total = 0, sum(_DOCUMENTS)
+    for tokens, colour in zip(_DOCUMENTS, _COLOURS, strict=True):
+        begin, end = end, end + tokens
+        corners = [(begin, begin), (end, end), (begin, end)]
+        axes.add_patch(Polygon(corners, closed=True, facecolor=colour, edgecolor="none"))
+        axes.add_patch(Rectangle((begin, -0.03 * total), tokens, 0.02 * total, facecolor=colour, edgecolor="none"))
+    axes.set(xlim=(0, total), ylim=(total, -0.03 * total), aspect="equal")
+    axes.set(xlabel="token attended to", ylabel="token that attends")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_title(f"{len(_DOCUMENTS)} documents, {total:,} tokens", fontsize=10)
 
 
 def _bare(axis: Any) -> None:

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from .parallel.sequence_parallel import shard_batch as shard_batch
     from .patches.base import Patch as Patch
     from .patches.registry import register_patch as register_patch
-    from .patches.registry import registered_patches as registered_patches
     from .patching.describe import describe as describe
-    from .plotting import plot as plot
     from .trainers.padding_free.padding_free import padding_free as padding_free
     from .trainers.preference.dpo import PackedDPOConfig as PackedDPOConfig
     from .trainers.preference.dpo import PackedDPOTrainer as PackedDPOTrainer
@@ -55,9 +53,7 @@ _HOME = {
     "padding_free": "trainers.padding_free.padding_free",
     "patch": "api",
     "patched": "api",
-    "plot": "plotting",
     "register_patch": "patches.registry",
-    "registered_patches": "patches.registry",
     "shard_batch": "parallel.sequence_parallel",
     "unpatch": "api",
 }

@@ -10,7 +10,7 @@ import torch
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 import trl_packfa
-from trl_packfa import describe, patch, register_patch, registered_patches, unpatch
+from trl_packfa import describe, patch, register_patch, unpatch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
@@ -24,6 +24,7 @@ from trl_packfa.patches.base import (
     ModulePatch,
     StackPatch,
 )
+from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch, find_state
 from trl_packfa.patching.inspect import get_patch
 
@@ -148,8 +149,8 @@ def test_a_third_party_package_registers_by_entry_point(tmp_path):
         (source / name).write_text(text)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(site), str(source)], check=True)
-    script = "import sys, trl_packfa; sys.path.append(sys.argv[1]); "
-    script += "print(trl_packfa.registered_patches()['my_llama'].origin)"
+    script = "import sys, trl_packfa.patches.registry; sys.path.append(sys.argv[1]); "
+    script += "print(trl_packfa.patches.registry.registered_patches()['my_llama'].origin)"
     run = subprocess.run([sys.executable, "-c", script, str(site)], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "my_patches"
 

@@ -12,12 +12,13 @@ from tolerance import assert_float32, assert_regrouped
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_packfa import PackedLayout, candidates, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, candidates, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patches import measured, registry
 from trl_packfa.patches.base import AttentionPatch, DocumentPatch, ModulePatch
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
+from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.mixers import MixerOverride
 
 LENGTHS = (13, 1, 29, 7)

@@ -23,10 +23,8 @@ SIGNATURES = {
     "padding_free": "trainer * leave_padded= check_first_batch= options",
     "patch": "model * backend= fused_kernels= unpad= share_prefixes=",
     "patched": "model options",
-    "plot": "batch_or_layout path= * sliding_window=",
     "shard_batch": "batch group",
     "register_patch": "new",
-    "registered_patches": "",
     "unpatch": "model",
 }
 FIELDS = {

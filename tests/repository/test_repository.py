@@ -151,9 +151,7 @@ def test_public_names_are_frozen_and_load():
         "padding_free",
         "patch",
         "patched",
-        "plot",
         "register_patch",
-        "registered_patches",
         "shard_batch",
         "unpatch",
     ]

@@ -16,9 +16,10 @@ from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
 
-from trl_packfa import describe, patch, registered_patches, unpatch
+from trl_packfa import describe, patch, unpatch
 from trl_packfa.checking import quiet
 from trl_packfa.errors import UnsupportedModel
+from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.bitsandbytes import SWITCH
 from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
 

@@ -11,10 +11,11 @@ from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_gradients, assert_low_precision, differs
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from trl_packfa import PackedLayout, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
 from trl_packfa.patches.base import DocumentPatch, InterfacePatch
 from trl_packfa.patches.measured import fingerprint, results
+from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.versions import installed_version
 
