@@ -126,7 +126,7 @@ def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
-def test_kernel_arguments(backend, monkeypatch):
+def test_backends_hand_their_kernels_the_right_arguments(backend, monkeypatch):
     """The kernels themselves need a GPU; that they are called with the right arguments does not."""
     calls = {}
 

@@ -84,7 +84,7 @@ def test_blocks_against_the_oracle(name, case, joined):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", [CASES["causal"], CASES["window"], CASES["sinks"]], ids=["full", "window", "sinks"])
 @pytest.mark.parametrize("name", NAMES)
-def test_low_precision(name, case, dtype):
+def test_bidirectional_attention_in_low_precision_is_as_precise_as_the_reference(name, case, dtype):
     skip_if_refused(name, dtype, case)
     assert_as_precise_as_reference(name, case, dtype)
 

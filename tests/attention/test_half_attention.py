@@ -52,7 +52,7 @@ def heads(length, *, key_value=2, dtype=BF16, seed=0):
 
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_as_precise_as_eager_attention(machine, case, dtype, monkeypatch):
+def test_half_attention_is_as_precise_as_eager(machine, case, dtype, monkeypatch):
     """Documents of up to 30 tokens, single ones among them, and a long one, none of them short enough for float32."""
     monkeypatch.setattr(half_on_cpu, "_ALL_IN_FLOAT32", 0)
     monkeypatch.setattr(half_on_cpu, "_BACKWARD_IN_FLOAT32", 30 * 16)
@@ -108,7 +108,7 @@ def test_against_torchs_own_function(key_value, length):
     assert length == 1 or differs(CausalInHalf.apply(*qkv, 0.4), theirs[1][0])
 
 
-def test_it_saves_neither_float32_nor_repeated_heads():
+def test_half_attention_saves_neither_float32_nor_repeated_heads():
     qkv, _ = heads(40)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

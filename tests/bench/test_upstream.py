@@ -33,11 +33,11 @@ def asked(preset, **options):
     return sides.upstream_attention(preset, arguments(PackedSFTConfig, **{"dtype": "bfloat16", **options}))
 
 
-def test_on_a_gpu_it_is_flash_attention(preset, gpu):
+def test_trls_side_on_a_gpu_has_flash_attention(preset, gpu):
     assert asked(preset) == asked(preset, dtype="float32", bf16=True) == sides.Attention("flash_attention_2")
 
 
-def test_what_is_chosen_is_taken(preset, gpu):
+def test_an_attention_that_the_user_names_is_taken(preset, gpu):
     assert asked(preset, attn_implementation="sdpa") == sides.Attention("sdpa")
     assert asked(preset, model_init_kwargs={"attn_implementation": "eager"}) == sides.Attention("eager")
     args = arguments(PackedSFTConfig, dtype="bfloat16", attn_implementation="sdpa")
@@ -54,7 +54,7 @@ def test_where_it_cannot_be_had_the_reason_is_told(preset, gpu, monkeypatch):
     assert asked(preset) == sides.Attention(None, "flash-attn is not installed"), "nothing is loaded from the Hub"
 
 
-def test_on_a_cpu_it_is_the_models_own(preset):
+def test_trls_side_on_a_cpu_has_the_models_own_attention(preset):
     assert asked(preset) == sides.Attention(None)
 
 

@@ -22,7 +22,7 @@ def in_float32(weight, x):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_they_are_rounded_once(layer, kept, monkeypatch):
+def test_replaced_products_are_rounded_once(layer, kept, monkeypatch):
     if not kept:
         monkeypatch.setattr(products, "_KEPT", 0)
     x = torch.randn(5, 16).bfloat16().requires_grad_()

@@ -53,7 +53,7 @@ def test_rows_come_through_loader_workers(workers, read):
     assert found == [(3, 1), (2, 5)] and len(read) == (0 if workers else 2)  # by the collator, in its process
 
 
-def test_it_passes_for_the_collator_that_it_wraps():
+def test_a_counting_collator_passes_for_the_one_that_it_wraps():
     own = Collator()
     counting = pickle.loads(pickle.dumps(CountingCollator(own, share_prefixes=True)))
     assert isinstance(counting, Collator) and isinstance(counting, CountingCollator)

@@ -66,7 +66,7 @@ class AxolotlsManager:
         return plugin.get_collator_cls_and_kwargs(cfg, is_eval=False)
 
 
-def test_axolotl():
+def test_axolotls_plugin_patches_and_checks_its_model():
     model = small_model("gemma2")
     config = {"attn_implementation": "sdpa", "sample_packing": True}
     manager = AxolotlsManager("trl_packfa.frameworks.axolotl_plugin.PackfaPlugin", config)
@@ -112,7 +112,7 @@ class SwiftsTemplate:
         return {name: torch.tensor([values]) for name, values in row.items()}
 
 
-def test_ms_swift(monkeypatch):
+def test_ms_swifts_plugin_patches_and_checks_its_model(monkeypatch):
     callbacks = {}
     load_by_path(monkeypatch, callbacks)
     trainer = SimpleNamespace(model=small_model("gemma2"), template=SwiftsTemplate())
@@ -144,7 +144,7 @@ class LlamaFactorysPlugin:
         return self.registry[self.name]["__call__"](*args, **kwargs)
 
 
-def test_llama_factory(monkeypatch):
+def test_llama_factorys_plugin_patches_and_checks_its_model(monkeypatch):
     places = {"plugins.model_plugins.kernels.interface": "KernelPlugin", "plugins.trainer_plugins.batching":
               "BatchingPlugin"}  # fmt: skip
     for place, name in places.items():

@@ -93,7 +93,7 @@ def test_one_document_changes_no_other():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16(autocast):
+def test_activated_lora_in_bfloat16_is_as_precise_as_alone(autocast):
     oracle, docs = alone(adapted().double(), documents()), documents()
     model = adapted() if autocast else adapted(tiny.model(layers=2).bfloat16())
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -101,7 +101,7 @@ def test_in_bfloat16(autocast):
         assert_low_precision(packed(patch(model), docs), eager, oracle, factor=2.0)
 
 
-def test_in_four_bits(tmp_path):
+def test_activated_lora_in_four_bits_has_the_gradients_of_documents_alone(tmp_path):
     model, docs = adapted(tiny.quantized(tmp_path)).train(), documents()
     expected = gradients(model, alone, docs)
     assert_gradients(gradients(patch(model), packed, docs), expected)
@@ -121,7 +121,7 @@ def test_under_gradient_checkpointing(reentrant):
     assert_gradients(gradients(model, packed, docs), expected)
 
 
-def test_several_rows_and_padding():
+def test_activated_lora_in_several_rows_with_pads_equals_documents_alone():
     model, docs = adapted(), documents()
     expected = alone(model, docs)
     patch(model)

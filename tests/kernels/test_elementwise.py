@@ -45,7 +45,7 @@ def assert_closer_to(oracle, actual, theirs, *, factor):
 @pytest.mark.parametrize("rotated", [16, 8], ids=["whole heads", "half heads"])
 @pytest.mark.parametrize("rows", [1, 2], ids=["one row of positions", "positions of each row"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_rotation(dtype, rows, rotated):
+def test_rotation_in_pieces_equals_transformers(dtype, rows, rotated):
     """Two rows of 17 tokens, four and two heads; sine and cosine are any numbers, their halves not alike."""
     heads = [random(2, 17, n, 16, seed=n) for n in (4, 2)]
     tables = [random(rows, 17, rotated, seed=seed) for seed in (5, 6)]
@@ -88,7 +88,7 @@ def test_queries_are_promoted_as_transformers_does():
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_norm(dtype, trained):
+def test_norm_in_pieces_equals_llamas(dtype, trained):
     norm, x, upstream = LlamaRMSNorm(64), random(2, 17, 64, seed=0), [random(2, 17, 64, seed=1)]
     norm.weight.data.copy_(random(64, seed=2))
     norm.weight.requires_grad_(trained)

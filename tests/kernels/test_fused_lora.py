@@ -95,7 +95,7 @@ def test_frozen_factors_get_no_gradient():
 
 @pytest.mark.parametrize("trains_inputs", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant, trains_inputs):
+def test_fused_lora_under_gradient_checkpointing_equals_pefts(use_reentrant, trains_inputs):
     model = adapted()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if trains_inputs or use_reentrant:

@@ -41,7 +41,7 @@ def half_products(monkeypatch, request):
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
-def test_bfloat16_weights(half_products, adapter, monkeypatch):
+def test_fused_lora_on_bfloat16_weights_is_as_precise_as_pefts(half_products, adapter, monkeypatch):
     monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_: 16)
     model = adapted(base=tiny.model(layers=2).bfloat16())
     for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def test_bfloat16_weights(half_products, adapter, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "phi", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(half_products, dtype, architecture):
+def test_fused_lora_under_autocast_is_as_precise_as_pefts(half_products, dtype, architecture):
     assert_half_precision(adapted(architecture), context=lambda: torch.autocast("cpu", dtype=dtype))
 
 
@@ -152,7 +152,7 @@ def test_float16_holds_no_float32_factors(half_products):
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_nf4_weights(tmp_path, half_products, compute):
+def test_fused_lora_on_nf4_weights_equals_pefts(tmp_path, half_products, compute):
     base = tiny.quantized(tmp_path, tiny.NF4 | {"bnb_4bit_compute_dtype": compute})
     model = adapted(base=base)
     if compute == "float32":

@@ -40,7 +40,7 @@ def names(compiled):
 @pytest.mark.parametrize("shape", [(1, 9, 4096), (1, 4096, 8, 128), (1, 3, 16384)], ids=str)
 @HALF_AND_FULL
 @ARCHES
-def test_norms(shape, dtype, liger, compiled):
+def test_ligers_norm_compiles(shape, dtype, liger, compiled):
     from trl_packfa.kernels.liger import takes
 
     x, weight = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.ones(shape[-1], dtype=dtype)
@@ -56,7 +56,7 @@ def test_norms(shape, dtype, liger, compiled):
                                                                  ((14, 2), 64, 64, 2)])  # fmt: skip
 @HALF_AND_FULL
 @ARCHES
-def test_rotation(heads, width, rotated, rows, dtype, liger, compiled):
+def test_ligers_rotation_compiles(heads, width, rotated, rows, dtype, liger, compiled):
     from trl_packfa.kernels.liger import rotate_by_liger
 
     query, key = (torch.zeros(rows, 9, n, width, dtype=dtype, requires_grad=True) for n in heads)
@@ -69,7 +69,7 @@ def test_rotation(heads, width, rotated, rows, dtype, liger, compiled):
 @pytest.mark.parametrize("features", [14336, 8192, 28672])
 @HALF_AND_FULL
 @ARCHES
-def test_swiglu(features, dtype, arch, liger, compiled, monkeypatch):
+def test_ligers_swiglu_compiles(features, dtype, arch, liger, compiled, monkeypatch):
     from trl_packfa.kernels.liger import _SwiGLU
 
     tiled = arch == 100 and features > 8192  # of wide rows Blackwell takes tiles

@@ -71,7 +71,7 @@ def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "PEFT's own"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, fused, calls):
+def test_ligers_kernels_under_gradient_checkpointing_have_the_same_gradients(reentrant, fused, calls):
     model = adapted(use_dora=not fused)
     model.enable_input_require_grads()
     expected = run(model, fused_kernels=False)[1]

@@ -47,7 +47,7 @@ def run(model, *, whole, context=nullcontext, backend="aot_eager"):
 @pytest.mark.parametrize("whole", [False, *exhaustive(True)], ids=["by layer", "whole"])
 @pytest.mark.parametrize("options", [{}, *in_full({"target_modules": ["q_proj", "v_proj", "down_proj"]})],
                          ids=["all", "some"])  # fmt: skip
-def test_it_is_peft_s(whole, options, calls):
+def test_fused_lora_in_graphs_equals_pefts(whole, options, calls):
     model = adapted(**options)
     (exact, exact_grads), (logits, grads) = oracle(model), run(model, whole=whole)
     assert_float32(logits, exact)

@@ -172,7 +172,7 @@ def test_what_others_set_runs(target, change, when, unchanged):
 
 @pytest.mark.parametrize("cls", [Linear, nn.Linear])
 @pytest.mark.parametrize("when", TIMES)
-def test_another_forward_of_the_class_runs(when, cls, monkeypatch, unchanged):
+def test_a_forward_that_a_user_set_on_the_class_runs(when, cls, monkeypatch, unchanged):
     own = cls.forward
 
     def forward(self, *args, **kwargs):

@@ -93,7 +93,7 @@ def test_contradictions_are_refused_by_name(case):
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 @pytest.mark.parametrize("build", [lambda: tiny.model(layers=1), lambda: small_model("mamba")], ids=["llama", "mamba"])
-def test_they_reach_the_user_through_a_model(case, build):
+def test_contradictions_in_a_call_reach_the_user_through_a_model(case, build):
     call, message = CONTRADICTIONS[case]
     with pytest.raises(InvalidLayout, match=message):
         patch(build())(input_ids=IDS, **call)

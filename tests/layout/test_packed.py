@@ -6,7 +6,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidLayout
 
 
-def test_docstring_example():
+def test_the_docstrings_example_has_the_values_it_shows():
     layout = PackedLayout.from_lengths([2, 3, 5], rows=2)
     assert layout.cu_seqlens.tolist() == [0, 2, 5, 10]
     assert layout.cu_seqlens.dtype == torch.int32

@@ -91,7 +91,7 @@ def test_what_is_no_layout_is_refused():
         PackedLayout.from_lengths([3, 0], documents=[(0, 1)])
 
 
-def test_it_moves_to_a_device():
+def test_shared_rows_move_to_a_device():
     made = layout().to("meta")
     gather, attention = made.sequence_gather, made.attention
     tensors = (gather.index, gather.first_index, made.cu_seqlens, made.full_sequences.cu_seqlens)

@@ -115,7 +115,7 @@ def tokens(*labels):
     ("split", [(0, 0, 3), (1, 0, 4), (1, 4, 6), (2, 4, 7)], {"split": 2, "dropped_untrained": 2}),
     ("drop", [(0, 0, 3)], {"dropped_too_long": 2, "dropped_untrained": 1, "tokens_lost": 14}),
 ])  # fmt: skip
-def test_overflow_policies(policy, spans, counts):
+def test_each_overflow_policy_cuts_and_counts_as_documented(policy, spans, counts):
     # One short, one trained throughout, one trained only past the cut, one whose only label is its first token's.
     lengths, trained = tokens("xxx", "xxxxxx", "....xxx", "x")
     kept, report = plan_overflow(lengths, trained, max_length=4, policy=policy)

@@ -64,7 +64,7 @@ def test_checkpointing_changes_nothing(name, reentrant):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_it_is_exact_beside_every_attention_with_a_mask(attention):
+def test_bidirectional_spans_equal_every_attention_with_a_mask(attention):
     stock = small_composite("gemma3")
     stock.set_attn_implementation(attention)
     inputs = image_batch(stock).inputs

@@ -105,7 +105,7 @@ def test_bfloat16_of_experts_is_exact(model_type):
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "reference"])
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
-def test_every_backend_serves_it(model_type, backend):
+def test_every_backend_serves_a_model_by_name(model_type, backend):
     trl_packfa.register.use_backend(backend)
     model = named(model_type, num_hidden_layers=2)
     expected, _ = alone(eager(model_type, num_hidden_layers=2), documents())
@@ -276,7 +276,7 @@ def test_a_type_that_nobody_measured_is_refused():
             call(model, **TOLD["both"])
 
 
-def test_refused_calls():
+def test_contradicting_boundaries_and_filled_caches_are_refused_by_name():
     model, ids = named("llama", num_hidden_layers=1), row()
     pads = torch.ones_like(ids)
     pads[0, -1] = 0

@@ -206,7 +206,7 @@ TestInterleavings.settings = settings(max_examples=8, stateful_step_count=8, **A
 
 
 @pytest.mark.slow
-def test_many_interleavings():
+def test_many_interleavings_of_patches_and_calls_keep_the_invariants():
     from hypothesis.stateful import run_state_machine_as_test
 
     many = settings(max_examples=INTERLEAVINGS, stateful_step_count=20, **ALIKE)

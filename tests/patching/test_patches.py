@@ -255,7 +255,7 @@ def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
 
 
 @pytest.mark.parametrize("what", ["model", *in_full("layers")])
-def test_torch_compile(what):
+def test_a_compiled_patched_model_equals_the_eager_one(what):
     model, docs = patch(tiny.model(layers=2)), tiny.documents()
     expected = forward(model, docs).logits
     compiled = model if what == "layers" else torch.compile(model, backend="aot_eager")

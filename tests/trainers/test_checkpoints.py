@@ -84,7 +84,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_damaged_one_named(run, cap
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_it_goes_on_from_there_as_if_nothing_was(saved, run, tmp_path, kind):
+def test_a_resumed_run_continues_as_if_undisturbed(saved, run, tmp_path, kind):
     folder = run(kind)
     truncated(folder / "checkpoint-4" / ADAPTER)
     straight = TRAINERS[kind](shutil.copytree(saved[kind], tmp_path / "straight"))

@@ -20,7 +20,7 @@ from trl_packfa.trainers.sft.images import ImageCutter
 
 @pytest.mark.parametrize("lora", [None, *in_full(("q_proj", "v_proj"), ("q_proj", "qkv", "fc1"))])
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", *in_full("gemma3", "llava_next", "idefics3")])
-def test_it_trains_as_padded_in_fewer_micro_batches(family, lora, tmp_path):
+def test_image_steps_train_as_padded_in_fewer_micro_batches(family, lora, tmp_path):
     lora = lora and list(lora)
     expected = train(build(tmp_path, family, padded=True, lora=lora))
     # The small towers of the others are as large as their decoders: by default few examples fit.
@@ -65,7 +65,7 @@ def test_workers_and_a_resumed_run_train_the_same(tmp_path):
     assert not differing(expected, resumed)
 
 
-def test_controls_differ(tmp_path, monkeypatch):
+def test_negative_control_mixed_images_and_rows_without_weights_train_another_loss(tmp_path, monkeypatch):
     """Images of other examples, and rows without their weights, train another loss."""
     weights = "trl_packfa.trainers.sft.images._row_weights"
     expected = train(build(tmp_path, padded=True))

@@ -59,7 +59,7 @@ def build(kind, out, *, lora=False, family="llava", **options):
     *exhaustive("llava_next-full", "idefics3-full", "deepseek_vl-lora", "deepseek_vl-full"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["messages", "dpo", "grpo", *exhaustive("prompts")])
-def test_it_trains_as_padded(case, kind, tmp_path):
+def test_packed_images_train_as_padded(case, kind, tmp_path):
     family, lora = case.split("-")[0], case.endswith("lora")
     if (family, kind) == ("deepseek_vl", "grpo"):
         pytest.skip("TRL's own padded run raises: this processor pads no prompts")

@@ -55,13 +55,13 @@ def free(*args, **options):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "sft", *in_full("kto", "reward")])
-def test_it_is_as_loud_as_padded(kind, tmp_path):
+def test_neftunes_noise_is_as_loud_as_padded(kind, tmp_path):
     """The largest of some hundred uniform draws is within two per cent of their bound."""
     assert max(abs(ratio - 1) for ratio in ratios(kind, free, tmp_path)) < 0.02
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_in_a_recut_step_it_follows_the_padded_micro_batch_of_each_row(kind, tmp_path):
+def test_neftunes_noise_in_a_recut_step_follows_each_rows_padded_micro_batch(kind, tmp_path):
     options = {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {"pad_to_multiple_of": 16}
     assert max(abs(ratio - 1) for ratio in ratios(kind, build_packed, tmp_path, **options)) < 0.02
 

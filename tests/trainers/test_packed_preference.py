@@ -92,7 +92,7 @@ def test_with_what_they_can_do(kind, options, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dpo", *in_full("reward")])
-def test_in_bfloat16(kind, tmp_path):
+def test_packed_preference_in_bfloat16_trains_as_padded(kind, tmp_path):
     options = {"max_steps": 3, "bf16": True, **ACCUMULATED}
     expected, logs, _ = both(kind, tmp_path, **options)
     assert not beyond(expected, logs, only=("loss",), dtype=torch.bfloat16)
@@ -199,7 +199,7 @@ def test_evaluation_and_overflow_are_trls(kind, tmp_path):
     assert report.dropped_too_long if kind == "reward" else report.truncated
 
 
-def test_other_overflow_policies(tmp_path):
+def test_pairs_over_max_length_are_dropped_or_refused_as_asked(tmp_path):
     dropping = build_packed("dpo", tmp_path, max_length=30, overflow="drop")
     report = dropping.packing_reports["train"]
     assert report.truncated == 0 < report.dropped_too_long and report.too_long

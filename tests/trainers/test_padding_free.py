@@ -46,7 +46,7 @@ def freed(*args, **options):
 @pytest.mark.versions
 @pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", [*STABLE, *in_full(*EXPERIMENTAL)])
-def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
+def test_a_padding_free_trainer_trains_as_padded(kind, lora, tmp_path, caplog):
     if kind == "bema_dpo" and lora:
         pytest.skip("follows whole weights")
     expected, _ = run(build, kind, tmp_path, lora=lora, max_steps=4)
@@ -176,7 +176,7 @@ def test_a_refusal_leaves_every_model_patched_as_it_was(tmp_path):
     assert find_state(packed) is not None
 
 
-def test_it_is_called_again_with_other_arguments(tmp_path):
+def test_padding_free_called_again_takes_the_new_arguments(tmp_path):
     trainer, attached = free(build("dpo", tmp_path, max_steps=1))
     assert trl_packfa.padding_free(trainer, share_prefixes=True).trl_packfa_padding_free is attached
     assert attached.shares and trainer.data_collator.share_prefixes and find_state(trainer.model).unpadding.sharing

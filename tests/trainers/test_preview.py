@@ -36,7 +36,7 @@ def test_a_batch_is_shown_with_boundaries_and_labels(options, tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_another_collator_says_it_too(tmp_path):
+def test_preview_shows_the_batch_of_another_collator(tmp_path):
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     assert trainer(tmp_path, collator=collator).preview_batch().splitlines() == SEEN
 

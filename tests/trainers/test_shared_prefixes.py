@@ -38,7 +38,7 @@ def both(kind, out, **options):
 
 @pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", ["dpo", "reward", "grpo", *in_full("orpo", "cpo", "tpo", "rloo", "kto")])
-def test_it_trains_as_padded(kind, lora, tmp_path):
+def test_shared_prefixes_train_as_padded(kind, lora, tmp_path):
     expected, logs, trainer = both(kind, tmp_path, lora=lora)
     assert not beyond(expected, logs, besides=OVER_PADS if kind in ("orpo", "cpo") else ())
     shared = logs[-1]["prefixes_shared"]

@@ -146,7 +146,7 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
 @pytest.mark.parametrize("strategy", ["step", *in_full("bfd"), *exhaustive("minibatch", "bfd_split")])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_dataset_formats(tmp_path, kind, streaming, strategy):
+def test_every_dataset_format_trains_on_its_tokens(tmp_path, kind, streaming, strategy):
     data = Dataset.from_list(FORMATS[kind])
     data = data.to_iterable_dataset() if streaming else data
     args = arguments(out=tmp_path, packing_strategy=strategy, max_length=32, max_steps=2)

@@ -37,7 +37,7 @@ def packed(model, docs):
 
 @pytest.mark.parametrize("order", ["patch, then adapter", "adapter, then patch"])
 @pytest.mark.parametrize("architecture", ["llama", "phi", "phi3"])
-def test_lora(architecture, order):
+def test_lora_before_or_after_the_patch_equals_documents_alone(architecture, order):
     model, docs = tiny.model(architecture), tiny.documents()
     if order.startswith("patch"):
         patch(model)

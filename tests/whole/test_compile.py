@@ -214,7 +214,7 @@ def test_the_operator_is_sound():
 @pytest.mark.slow
 @pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
                     reason="torch's inductor needs a C++ compiler on a CPU")  # fmt: skip
-def test_inductor():
+def test_a_model_compiled_by_inductor_equals_the_eager_one():
     """torch's own compiler, which `torch_compile=True` takes."""
     model = patch(get_peft_model(tiny.model(layers=2), lora_config()).train())
     same_as_eager(model, backend="inductor")

@@ -101,7 +101,7 @@ def test_weights_are_sharded_by_fsdp2_as_well(folder, one, two, four, processes)
     assert_weights(merged(saved, lora=False), merged(reference, lora=False), steps=len(result["losses"]))
 
 
-def test_another_degree_resumes(one, two, four):
+def test_a_run_resumes_with_another_sequence_parallel(one, two, four):
     """From one process to two that share rows, and from these to two groups of two: the same tokens in every step."""
     for result in (two["resume"], four["groups, resume"]):
         assert_trajectory(result["losses"], one["resume"]["losses"])

@@ -25,7 +25,7 @@ def soak(*options):
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("data", "strategy"), [("map", "step"), *exhaustive(("stream", "step"), ("map", "bfd"))])
-def test_nothing_grows(data, strategy):
+def test_a_long_run_grows_in_no_resource(data, strategy):
     figures, lines = soak("--steps", str(STEPS), "--data", data, "--strategy", strategy)
     assert figures["memory_growth"] <= MEMORY_GROWTH, figures
     assert figures["files"][1] <= figures["files"][0] and figures["threads"][1] <= figures["threads"][0], figures

@@ -72,7 +72,7 @@ def test_every_dataset_format_is_prepared_and_trained_alike(tmp_path, kind, stre
     assert moved(ours, before) == moved(theirs, before) and len(moved(ours, before)) > 10
 
 
-def test_formatting_func(tmp_path):
+def test_formatting_func_trains_as_in_sft_trainer(tmp_path):
     data = Dataset.from_list([{"question": tiny.words(n, seed=n), "answer": "4 5"} for n in range(2, 26)])
     trainers = train_both(tmp_path, data, formatting_func=lambda row: f"{row['question']} {row['answer']}")
     assert_trajectory(*map(losses, trainers))

@@ -53,7 +53,7 @@ def test_an_adapters_weights_are_seeded_and_alone_are_trained(tmp_path):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
-def test_gradient_checkpointing(tmp_path, adapter, reentrant):
+def test_gradient_checkpointing_trains_as_in_sft_trainer(tmp_path, adapter, reentrant):
     options = {"peft_config": LoraConfig(r=4)} if adapter else {}
     args = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     theirs, ours = train_both(tmp_path, args=args, **options)
