@@ -140,7 +140,7 @@ def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measureme
 @pytest.mark.parametrize("fault", ["remembers", "no document has its own"])
 def test_negative_control_frequencies_of_other_documents_are_found(fault, monkeypatch):
     if fault == "remembers":
-        monkeypatch.setattr(sys.modules["trl_packfa.checking.quiet"], "fresh_frequencies", nullcontext)
+        monkeypatch.setattr(sys.modules["trl_packfa.checking.modes"], "fresh_frequencies", nullcontext)
     else:
         plain = lambda self, *args, **options: self.call_original(*args, **options)  # noqa: E731
         monkeypatch.setattr(RotaryOverride, "__call__", plain)

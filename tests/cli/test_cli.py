@@ -24,7 +24,7 @@ from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
 from trl_packfa.errors import ContaminationError, InvalidConfig
 from trl_packfa.patches import measured
-from trl_packfa.terminal.progress import quiet
+from trl_packfa.terminal.progress import errors_only
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_quiet_puts_every_level_back():
         return own.level, transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
 
     before = found()
-    with pytest.raises(ZeroDivisionError), quiet():
+    with pytest.raises(ZeroDivisionError), errors_only():
         assert found() == (logging.ERROR, logging.ERROR, False)
         raise ZeroDivisionError
     assert found() == before

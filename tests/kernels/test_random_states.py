@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_packfa.kernels.random_states import devices_of, random_states, random_states_kept
+from trl_packfa.kernels.random_states import devices_of, random_states, restoring_random_states
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ DEVICES = [torch.device("xpu", 0), torch.device("xpu", 1), torch.device("mps")]
 
 def test_every_device_draws_what_it_would_have_drawn(generators):
     host, before = torch.get_rng_state(), {name: state.clone() for name, state in generators.items()}
-    with pytest.raises(ValueError, match="inside"), random_states_kept(DEVICES):
+    with pytest.raises(ValueError, match="inside"), restoring_random_states(DEVICES):
         torch.rand(1)
         for name in generators:
             generators[name] = torch.tensor([9])

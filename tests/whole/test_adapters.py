@@ -17,7 +17,7 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
 
 from trl_packfa import describe, patch, unpatch
-from trl_packfa.checking import quiet
+from trl_packfa.checking import without_random_numbers
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.bitsandbytes import SWITCH
@@ -103,7 +103,7 @@ def test_measuring_an_nf4_model_before_it_is_patched_leaves_it_trainable(tmp_pat
     for layer in layers:
         setattr(layer, SWITCH, True)
         layer.register_forward_pre_hook(lambda module, _: converts.append(getattr(module, SWITCH)))
-    with quiet(model), torch.no_grad():
+    with without_random_numbers(model), torch.no_grad():
         model(torch.arange(1, 9)[None])
     assert layers and converts == [False] * len(layers)
     assert all(getattr(layer, SWITCH) for layer in layers)

@@ -201,8 +201,9 @@ class FlashBackend(AttentionBackend):
             "dropout_p": call.dropout or None,
         }
         # The user asks for deterministic gradients by torch's setting, or by flash-attn's variable.
-        asked = torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
-        if asked and kernel.name_of("deterministic") is not None:
+        by_variable = os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+        deterministic = by_variable or torch.are_deterministic_algorithms_enabled()
+        if deterministic and kernel.name_of("deterministic") is not None:
             options["deterministic"] = True
         result = kernel.function(
             query,

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..config.sft import PackedSFTConfig
 from ..data.flops import ModelFlops
 from ..terminal import print_table
-from ..terminal.progress import quiet
+from ..terminal.progress import errors_only
 from ..trainers.sft.throughput import known_peak, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
@@ -36,7 +36,7 @@ def bench(argv: list[str]) -> int:
     """Run the benchmark with these flags and print its tables. Return the exit code: 0 done, 1 if a side failed."""
     setup = read_arguments(argv)
     wanted = setup.bench
-    with quiet():
+    with errors_only():
         report = run_bench(setup)
     print(heading(report))
     print_table(speed_rows(report))

@@ -7,8 +7,8 @@ boundaries removed, the same measurement must show a leak, or it proves nothing.
 
 from .first_batch import check_batch as check_batch
 from .measure import check as check
+from .modes import without_random_numbers as without_random_numbers
 from .probe import vocabulary_of as vocabulary_of
-from .quiet import quiet as quiet
 from .report import CheckReport as CheckReport
 from .reuse import check_identity as check_identity
 from .reuse import check_of_machine as check_of_machine

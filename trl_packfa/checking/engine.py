@@ -186,15 +186,15 @@ def _judged(
     """Compare the differences of all ways with what rounding changes; `norms` are of the reference's gradients."""
     dtype = rounding_dtype(subject.model, dtype_of(expected))
     # Each way is judged by itself, as a document and layer may be wrong in only one of them.
-    by_way = [judged_layers(apart.layers, noise.layers, dtype) for apart in found]
+    by_way = [judged_layers(difference.layers, noise.layers, dtype) for difference in found]
     where = max(range(len(by_way)), key=lambda way: nearest(by_way[way]).excess)
     first = next((layer.where for layer in by_way[where] if not layer.holds), None)
     table, gradients = TOLERANCES[dtype], partial(judged, "gradients", factor=_GRADIENT_NOISE_FACTOR)
     changed: list[Comparison] = []
-    for apart in found:
-        changed += gradients(apart.inputs, noise.inputs, lambda _: table.gradients, lambda _: "the embeddings")
+    for difference in found:
+        changed += gradients(difference.inputs, noise.inputs, lambda _: table.gradients, lambda _: "the embeddings")
     if sum(norms):
-        largest = [max(0.0, *of_ways) for of_ways in zip(*(apart.gradients for apart in found), strict=True)]
+        largest = [max(0.0, *of_ways) for of_ways in zip(*(difference.gradients for difference in found), strict=True)]
         names = subject.dimensions
         differ, rounded = (relative_gradients(names, by, norms) for by in (largest, noise.gradients))
         changed += gradients(differ, rounded, lambda name: table.vectors if names[name] < 2 else table.gradients, str)

@@ -41,7 +41,7 @@ from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..patching.unpadding import states_of
 from .compare import nan_as_inf, relative_difference
-from .quiet import quiet
+from .modes import without_random_numbers
 from .rounding import last_places_off
 from .scoring import Scorer
 from .subject import compute_dtype, rounding_dtype
@@ -81,7 +81,7 @@ def check_batch(
     chosen = _choose([int(mask[1:].sum()) for mask in trained], [min(n, most) for n in layout.lengths])
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
-    with quiet(model, training=True), uncompiled(model):
+    with without_random_numbers(model, training=True), uncompiled(model):
         with _outputs_of_models(model) as outputs:
             packed = trained_outputs(model, batch, called).log_probs
         part = batch if group is None else shard_batch(batch, group)
@@ -115,7 +115,7 @@ def _check_padded(model: nn.Module, batch: Mapping[str, Any]) -> list[Comparison
 
     if (unpadding := unpadding_of(patched)) is None:
         return []
-    with quiet(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
+    with without_random_numbers(model, training=True), uncompiled(model), set_inside(unpadding, watch=watch):
         trained_outputs(model, batch, model)
     return [comparison._replace(where=type(patched).__name__) for comparison in found if comparison is not None]
 
@@ -147,7 +147,7 @@ def compare_padded_batch(
     `forward` is the unpatched forward of this patched backbone.
     """
     chosen = _choose_rows(rows)
-    with quiet(backbone, training=True):
+    with without_random_numbers(backbone, training=True):
         # Not the module, whose hooks belong to the run: one may keep only the labelled positions for the LM head.
         together = states_of(backbone.forward(**call))
         alone = [_row_alone(forward, call, rows, i) for i in chosen]
@@ -189,10 +189,10 @@ def _choose(trained: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_count = sorted(training, key=lambda i: trained[i])
-    apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
+    spread = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
     chosen: list[int] = []
     left = _SHARE * sum(lengths)
-    for i in dict.fromkeys([by_count[-1], training[0], training[-1], by_count[0], *apart, *training]):
+    for i in dict.fromkeys([by_count[-1], training[0], training[-1], by_count[0], *spread, *training]):
         if len(chosen) < _DOCUMENTS and (not chosen or lengths[i] <= left):
             chosen.append(i)
             left -= lengths[i]

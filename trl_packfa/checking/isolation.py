@@ -20,8 +20,8 @@ from ..comparison import TOLERANCES, nearest
 from .compare import Differences, judged_layers, largest, relative_difference, share
 from .documents import Documents, losses, replacements
 from .engine import layer_differences
+from .modes import restoring_modes
 from .probe import Probe
-from .quiet import modes_kept
 from .runs import Arrangement, Key, Result, Run, Trace, dtype_of, random_losses, take_gradients
 from .subject import Subject, rounding_dtype
 
@@ -118,7 +118,7 @@ def _forward(
 
     If `evaluated`, the model is in evaluation mode for this run.
     """
-    with modes_kept(probe.model):
+    with restoring_modes(probe.model):
         if evaluated:
             probe.model.eval()
         if not probe.model.training:

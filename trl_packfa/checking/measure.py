@@ -45,8 +45,8 @@ from .documents import (
 )
 from .engine import Compared, compare
 from .isolation import Isolation, measure_control, measure_isolation
+from .modes import without_random_numbers
 from .probe import Collator, Probe, special_tokens, vocabulary_of
-from .quiet import quiet
 from .report import CheckReport
 from .runs import Arrangement, dtype_of
 from .subject import Subject, compute_dtype, device_of, rounding_dtype
@@ -114,7 +114,7 @@ def check(
         drawn = draw_documents(lengths, known, vocabulary, seed)
         add_templates(*drawn, special_tokens(model, vocabulary), seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
-        with quiet(model, training=True):
+        with without_random_numbers(model, training=True):
             whole = Subject(model, state, gradient_parts, progress)
             # A few of the drawn documents, for the whole model.
             short = Probe(whole, collator, *([documents[i] for i in SHORT] for documents in drawn), seed=seed)
@@ -126,7 +126,7 @@ def check(
                 # If both modes give the same bits, a second measurement would only repeat the first.
                 report, both = _measure(short, long, mode="training", both=True)
                 measured.append(report)
-        with quiet(model):
+        with without_random_numbers(model):
             # A mode that fails decides the verdict.
             if draws or (measured[0].is_exact and not both):
                 measured.append(_measure(short, long, mode="evaluation", both=False, gradients=draws)[0])

@@ -142,7 +142,7 @@ class CheckReport:
         return f"{self.verdict}: {', '.join(shown)} [{', '.join(facts)}]"
 
     @property
-    def told(self) -> str:
+    def headline(self) -> str:
         """The verdict for the terminal, with where it was taken from or how long it took."""
         old = f"checked {self.taken_from}; nothing has changed since"
         return f"check: {self.verdict}, {old if self.taken_from else f'in {self.seconds:.0f} s'}"

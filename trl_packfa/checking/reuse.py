@@ -46,7 +46,7 @@ def check_identity(model: nn.Module, **facts: Any) -> str:
     content = [
         [installed_version(package) for package in _PACKAGES],
         [_own_code(), fingerprint(model), patched],
-        _told(model_config(model)),
+        _settings_of(model_config(model)),
         # Wrappers around the transformers model, and its LM head's forward in training, are not part of a check: the
         # first batch does.
         [
@@ -55,7 +55,7 @@ def check_identity(model: nn.Module, **facts: Any) -> str:
             if name
         ],
         [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
-        [[name, _told(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
+        [[name, _settings_of(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
         [device.type, cuda, torch.backends.cpu.get_cpu_capability(), str(autocast)],
         [os.environ.get(name) for name in _ENVIRONMENT],
         sorted((name, str(fact)) for name, fact in facts.items()),
@@ -70,7 +70,7 @@ def reusable_check(checkpoint: str | Path, identity: str) -> CheckReport | None:
 
 def check_of_machine(model: nn.Module, identity: str) -> CheckReport | None:
     """Return the report of an earlier run on this machine, of the same identity and weights; else `None`."""
-    path = _kept(model, identity)
+    path = _cached_path(model, identity)
     if path is None or not path.is_file():
         return None
     day = datetime.fromtimestamp(path.stat().st_mtime).date()
@@ -80,7 +80,7 @@ def check_of_machine(model: nn.Module, identity: str) -> CheckReport | None:
 @figure("check kept for the next run")
 def keep_check(model: nn.Module, report: CheckReport) -> None:
     """Keep a report for later runs on this machine, if it is exact."""
-    path = _kept(model, report.identity)
+    path = _cached_path(model, report.identity)
     if path is not None and report.is_exact:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -89,7 +89,7 @@ def keep_check(model: nn.Module, report: CheckReport) -> None:
 
 
 @figure("check of this machine")  # offloaded weights have no values to read
-def _kept(model: nn.Module, identity: str) -> Path | None:
+def _cached_path(model: nn.Module, identity: str) -> Path | None:
     """Return the file of a check in the user's cache; `None` if checks are not kept."""
     folder = os.environ.get(CACHE)
     if folder is None:
@@ -131,12 +131,14 @@ def _settings(module: nn.Module) -> list[str]:
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
     again = vars(module).get("gradient_checkpointing", False)
     how = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {}) if again else ""
-    told = [f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in hooks_of(module)]
+    names = [
+        f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}" for hook in hooks_of(module)
+    ]
     # transformers' own come with activation checkpointing, which is told above.
-    return [*chosen, str(again), str(how), *(hook for hook in told if not hook.startswith("transformers."))]
+    return [*chosen, str(again), str(how), *(name for name in names if not name.startswith("transformers."))]
 
 
-def _told(config: Any) -> dict[str, str]:
+def _settings_of(config: Any) -> dict[str, str]:
     content = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     # A set, such as PEFT's target modules, is sorted: its order differs from process to process.
     return {

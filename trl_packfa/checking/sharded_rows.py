@@ -25,8 +25,8 @@ from ..patching.inspect import find_backbone, max_positions
 from .documents import draw_documents, known_tokens
 from .engine import compare
 from .first_batch import trained_outputs
+from .modes import without_random_numbers
 from .probe import Collator, vocabulary_of
-from .quiet import quiet
 from .runs import Result, Run, take_gradients
 from .subject import Subject, device_of
 
@@ -74,7 +74,7 @@ def check_sharded_row(
 
     with (
         gradients_taken(model, shard) as gradient_parts,
-        quiet(model, training=True),
+        without_random_numbers(model, training=True),
         uncompiled(model),
         torch.enable_grad(),
     ):

@@ -39,8 +39,8 @@ from .depth import layers_to_skip, skipping
 from .documents import Documents, draw_documents, known_tokens
 from .engine import Compared, compare
 from .following import Following
+from .modes import without_random_numbers
 from .probe import traced
-from .quiet import quiet
 from .report import CheckReport
 from .runs import Arrangement, Run, dtype_of
 from .scoring import Scorer, is_multiple_choice
@@ -92,7 +92,7 @@ def check_unpadding(
     with (
         gradients_taken(model) as parts,
         torch.enable_grad(),
-        quiet(model, training=True),
+        without_random_numbers(model, training=True),
         uncompiled(model),
         # The check's losses may read pads: pooling of a first column does in rows padded on the left.
         set_inside(state.unpadding, guards=False, takes_left=True),
@@ -138,8 +138,8 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> CheckReport:
             figures = [Comparison("pads seen", found.forward.difference, math.inf)]
             against, found = "alone", alone
     plain = probe.run(call, rows, unpad=True)
-    visible = apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain)
-    counted = apart(probe.run(call, rows, unpad=False), plain)
+    visible = difference_of(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain)
+    counted = difference_of(probe.run(call, rows, unpad=False), plain)
     if takes_left and counted > max(found.forward.allowed, VISIBLE):
         figures.append(Comparison("pads counted", counted, math.inf))
     return CheckReport(
@@ -193,7 +193,7 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> tuple[
     return (*found.rows("sharing"), Comparison("sharing control", visible, VISIBLE))
 
 
-def apart(run: Run, expected: Run) -> float:
+def difference_of(run: Run, expected: Run) -> float:
     """Return the largest relative difference of a document's output."""
     return max(relative_difference(run[i].states, own.states) for i, own in expected.items())
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     ranges = [f"{package} {tested.oldest} to {tested.newest}" for package, tested in TESTED.items()]
     machine, request = environment(), _request(args)
     facts = {
-        **{name: _told(value) for name, value in machine.items() if not isinstance(value, dict)},
+        **{name: _as_text(value) for name, value in machine.items() if not isinstance(value, dict)},
         **{name: version or "not installed" for name, version in machine["versions"].items()},
         "tested versions": ", ".join(ranges),
         "model types measured with": described(measured_with()),
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return print_rows([{"what": name, "value": value} for name, value in facts.items()], as_json=args.json)
 
 
-def _told(value: object) -> str:
+def _as_text(value: object) -> str:
     return (", ".join(value) if isinstance(value, list) else "" if value is None else str(value)) or "none"
 
 
@@ -62,8 +62,8 @@ def _request(args: argparse.Namespace) -> AttentionRequest:
 
     device, dtype = ("cuda:0", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     usual = AttentionRequest(torch.device(device), dtype, head_dim=128, num_heads=32, num_key_value_heads=8)
-    asked = {name: getattr(args, name) for name in _ASKED if getattr(args, name) is not None}
-    return usual._replace(**asked, dtype=getattr(torch, args.dtype) if args.dtype else dtype)
+    wanted = {name: getattr(args, name) for name in _ASKED if getattr(args, name) is not None}
+    return usual._replace(**wanted, dtype=getattr(torch, args.dtype) if args.dtype else dtype)
 
 
 def _here(backend: AttentionBackend, request: AttentionRequest) -> str:

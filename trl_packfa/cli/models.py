@@ -116,5 +116,5 @@ def _measured(versions: Mapping[str, str]) -> str:
     """Return a line with the versions that a table was measured with, and the installed ones that differ."""
     here = {name: installed_version(name) for name in versions}
     others = {name: version for name, version in here.items() if version not in versions[name].split(", ")}
-    told = f"; here: {described(others)}; where the code differs, your model is checked" if others else ""
-    return f"measured with {described(versions)}{told}"
+    third_party = f"; here: {described(others)}; where the code differs, your model is checked" if others else ""
+    return f"measured with {described(versions)}{third_party}"

@@ -41,8 +41,8 @@ class CountedBatch(dict):
     ) -> None:
         super().__init__(values)
         self.rows, self.compared, self.step, self.origins = rows or {}, compared or {}, step, origins
-        for told, tell in ((self.rows, tell_rows), (self.compared, tell_shared)):
-            for name, known in told.items():
+        for by_name, tell in ((self.rows, tell_rows), (self.compared, tell_shared)):
+            for name, known in by_name.items():
                 if isinstance(self.get(name), torch.Tensor) and tuple(self[name].shape) == known.shape:
                     tell(self[name], known)
 

@@ -42,10 +42,10 @@ class Prepared:
         described = dataset.info.description if isinstance(dataset, Dataset) else ""
         if not (described or "").startswith(f'{{"{_MARK}"'):
             return None
-        told = json.loads(described)[_MARK]
-        if told["documents"] != len(dataset):
+        recorded = json.loads(described)[_MARK]
+        if recorded["documents"] != len(dataset):
             return None
-        return cls(told["settings"], PackingReport(**told["report"]), told["documents"])
+        return cls(recorded["settings"], PackingReport(**recorded["report"]), recorded["documents"])
 
     def require_same(self, settings: dict[str, str], *, name: str) -> None:
         """Refuse a run whose settings would make other documents."""
@@ -73,9 +73,9 @@ def settings_of(args: PackedSFTConfig, tokenizer: Any, chat_template: str | None
 
 def marked(dataset: Dataset, report: PackingReport, settings: dict[str, str]) -> Dataset:
     """Return the dataset with its mark."""
-    told = {"settings": settings, "report": report.to_dict(), "documents": len(dataset)}
+    recorded = {"settings": settings, "report": report.to_dict(), "documents": len(dataset)}
     copied = dataset.with_format(None)  # another object with an info of its own
-    copied.info.description = json.dumps({_MARK: told})
+    copied.info.description = json.dumps({_MARK: recorded})
     return copied
 
 

@@ -91,8 +91,8 @@ def left_out_by_template(
         for name, ignored in _ignored(example, processing_class, chat_template).items():
             left_out[name] += ignored
     lost = {"tools": "the tools that it may call", "tool calls": "the assistant's calls and has empty turns instead"}
-    told = [f"the chat template may not know all roles of the conversations. {rename_advice(roles)}"]
-    return told * bool(rename_advice(roles)) + [
+    doubts = [f"the chat template may not know all roles of the conversations. {rename_advice(roles)}"]
+    return doubts * bool(rename_advice(roles)) + [
         f"the chat template ignores {name}: in {count / looked_at:.0%} of the examples ({count} of {looked_at} looked "
         f"at) the trained text lacks {lost[name]}. Use the model's own template, or chat_template_path."
         for name, count in left_out.items()

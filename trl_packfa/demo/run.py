@@ -16,7 +16,7 @@ from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from ..bench.run import bench
 from ..data.files import load_dataset_dict
-from ..terminal.progress import quiet
+from ..terminal.progress import errors_only
 from ..trainers.sft.script import train
 from .corpus import docstring_dataset
 
@@ -33,7 +33,7 @@ def run_demo(options: argparse.Namespace) -> int:
     _part(1, f"data: {options.dataset or 'questions and answers from the docstrings of the standard library'}")
     dataset = _dataset(options.dataset)
     print(f"{len(dataset['train']):,} documents to train on, {len(dataset['test']):,} held out")
-    with quiet():
+    with errors_only():
         dataset.save_to_disk(data)
     common = {
         "per_device_train_batch_size": options.batch_size,
@@ -108,6 +108,6 @@ def _save_untrained(dataset: Dataset, folder: Path) -> None:
         f"a Llama of {model.num_parameters() / 1e6:.1f} M random weights, a tokenizer of {len(tokenizer):,} tokens. "
         "LoRA on random weights learns little, so all weights are trained first, packed, in about a minute"
     )
-    with quiet():
+    with errors_only():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

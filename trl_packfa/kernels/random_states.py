@@ -30,7 +30,7 @@ def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+def restoring_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the random states of host and devices after a `with` block, so that they draw as if it had not run."""
     # `torch.random.fork_rng` serves one kind of device only, and needs device numbers, which Apple's devices lack.
     devices = list(devices)

@@ -98,7 +98,7 @@ def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
         )
 
 
-def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
+def refuse_filled_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
     """Raise [`InvalidLayout`] for several documents in a row beside a filled cache: each would see the cached tokens.
 
     `shape` is `(B, L)` of the call's tokens, `cache` the name of the argument with the cache.
@@ -107,15 +107,15 @@ def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str
         return
     offsets, layout = call.get("cu_seq_lens_q"), call.get("packed_layout")
     if getattr(layout, "num_documents", 0) > shape[0]:
-        told = "packed_layout"
+        boundaries = "packed_layout"
     elif isinstance(offsets, torch.Tensor) and offsets.numel() - 1 > shape[0]:
-        told = "cu_seq_lens_q"
+        boundaries = "cu_seq_lens_q"
     elif _restarts(call.get("position_ids"), call.get("attention_mask"), shape):
-        told = "position_ids that restart"
+        boundaries = "position_ids that restart"
     else:
         return
     raise InvalidLayout(
-        f"{told} came with a filled {cache}.",
+        f"{boundaries} came with a filled {cache}.",
         why=["every document of the row would see the cached tokens"],
         do=f"Drop {cache} (prefix tuning and cartridges fill it), or pass the documents as a padded batch.",
     )
@@ -180,9 +180,9 @@ def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any]) -> None:
         if call.get(name) is None or call[name] is layout.cu_seqlens:
             continue
         # Lengths are compared, not offsets: some collators pad `cu_seq_lens_*` to a fixed size by repeated offsets.
-        told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
-        if told != layout.lengths:
-            raise _disagree(f"packed_layout and {name} disagree: lengths {differing(layout.lengths, told)}.")
+        given = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
+        if given != layout.lengths:
+            raise _disagree(f"packed_layout and {name} disagree: lengths {differing(layout.lengths, given)}.")
 
 
 def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
@@ -251,5 +251,5 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
         raise _disagree(f"seq_idx and the boundaries disagree at {where}.")
 
 
-def _disagree(told: str) -> InvalidLayout:
-    return InvalidLayout(told, do="Send both from one collator, or only one of them.")
+def _disagree(what: str) -> InvalidLayout:
+    return InvalidLayout(what, do="Send both from one collator, or only one of them.")

@@ -34,8 +34,8 @@ from ..errors import InvalidLayout, differing
 from .call_checks import (
     host_positions,
     is_ones,
-    refuse_beside_cache,
     refuse_contradictions,
+    refuse_filled_cache,
     refuse_incomplete,
     refuse_numbered_mask,
     refuse_restarts_under_padding,
@@ -68,7 +68,7 @@ def layout_of(
     shape = (tokens.shape[0], tokens.shape[1])
     # Generation holds the next tokens of one document in each call, so this comes before the boundaries.
     if cache := filled_cache(call):
-        refuse_beside_cache(call, shape, cache)
+        refuse_filled_cache(call, shape, cache)
         return None
     refuse_numbered_mask(call.get("attention_mask"))
     # `packed_layout` has its lengths on the host. The others are copied from the device, which makes the host wait.

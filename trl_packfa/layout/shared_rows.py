@@ -110,14 +110,14 @@ def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> Shared
     """
     known = remembered(input_ids, _KNOWN_PACKED)
     if known is None or known[0] != (layout.rows, layout.lengths):
-        tree, shape = _told_tree(layout, input_ids) or tree_of(layout, input_ids), (layout.rows, layout.row_length)
+        tree, shape = _given_tree(layout, input_ids) or tree_of(layout, input_ids), (layout.rows, layout.row_length)
         shared = SharedDocuments(shape, (), layout.lengths, **tree._asdict())
         known = (layout.rows, layout.lengths), shared if tree.saved else None
         remember(input_ids, _KNOWN_PACKED, known)
     return known[1]
 
 
-def _told_tree(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree | None:
+def _given_tree(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree | None:
     """Return the tree that the collator has made, if it is one of these ids.
 
     On a CPU they are compared anew, which costs little there. An accelerator would wait for that, so it takes the

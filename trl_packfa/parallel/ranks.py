@@ -97,8 +97,8 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     except Exception as caught:
         error, mine = caught, (RuntimeError, f"{type(caught).__name__}: {caught}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
-    told: list[tuple[type[Exception], str] | None] = gather_object([mine])
-    failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+    reports: list[tuple[type[Exception], str] | None] = gather_object([mine])
+    failed = [(rank, *one) for rank, one in enumerate(reports) if one is not None]
     if not failed:
         return result
     messages = [f"rank {rank} of {accelerator.num_processes}: {text}" for rank, _, text in failed[:_SHOWN]]

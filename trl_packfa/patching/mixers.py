@@ -19,7 +19,7 @@ from torch import nn
 from ..attention import AttentionArguments, BackendChoice
 from ..comparison import TOLERANCES, Comparison
 from ..compile import outside_of_graphs
-from ..kernels.random_states import devices_of, random_states_kept
+from ..kernels.random_states import devices_of, restoring_random_states
 from ..layout import PackedLayout
 from ..layout.call_context import (
     BOUNDARIES,
@@ -165,7 +165,7 @@ class MixerOverride(NamedOverride):
         Return `()` if none does, `None` if this call cannot show it.
         """
         # A trial must not change the random numbers that training draws after it.
-        with random_states_kept(devices_of(self.module)):
+        with restoring_random_states(devices_of(self.module)):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
 
             def error_of(offer: tuple[str, ...]) -> float:

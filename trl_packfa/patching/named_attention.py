@@ -26,7 +26,7 @@ from ..attention.reference import dense_attention
 from ..compile import outside_of_graphs
 from ..errors import InvalidLayout, differing
 from ..layout import PackedLayout
-from ..layout.call_checks import refuse_beside_cache
+from ..layout.call_checks import refuse_filled_cache
 from ..layout.call_context import BOUNDARIES, FLASH_KEYS, KEYWORD, PackedCall, current_call, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
 from ..patches.base import InterfacePatch
@@ -130,7 +130,7 @@ def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, An
     call = dict(kwargs)
     if mask is not None and not hasattr(mask, _PADDING):  # a caller's own mask decides what tokens see
         call.pop("position_ids", None)
-    refuse_beside_cache({**call, "attention_mask": getattr(mask, _PADDING, None)}, shape, "cache")
+    refuse_filled_cache({**call, "attention_mask": getattr(mask, _PADDING, None)}, shape, "cache")
 
 
 def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ def checking(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float]
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def errors_only() -> Iterator[None]:
     """Show errors only and no bars; restore every level afterwards, because the process may have other work to log."""
     own = logging.getLogger("trl_packfa")
     level, verbosity = own.level, transformers_logging.get_verbosity()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...checking.quiet import quiet
+from ...checking.modes import without_random_numbers
 from ...comparison import Comparison
 from ...data.steps import Plan, run_batch
 from ...layout.padded_rows import rows_of, tell_rows
@@ -88,7 +88,7 @@ class RecutSteps(PackedRun):
         halves = lengths.argsort().tensor_split(2)
         with ExitStack() as silenced:
             for model in models_of(self).values():
-                silenced.enter_context(quiet(model))
+                silenced.enter_context(without_random_numbers(model))
             # Every rank runs as many calls, for their collectives: a single pair runs in place of an empty half.
             whole, *both = (
                 float(loss_of(_of_pairs(inputs, pairs if len(pairs) else halves[0], count=len(lengths))))

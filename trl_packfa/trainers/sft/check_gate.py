@@ -100,7 +100,7 @@ class CheckGate:
             f". Packed documents differ by {report['parity'].difference:.1e} from the same alone; in a row without "
             f"boundaries by {report['control'].difference:.1e}"
         )
-        tell(self.args, report.told + ("" if report.taken_from else measured))
+        tell(self.args, report.headline + ("" if report.taken_from else measured))
 
     def _on_this_run(self) -> dict[str, Any]:
         """Return the arguments of a check that are this run's: its packed rows, its first documents and its seed."""

@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
-from ...checking import quiet
+from ...checking import without_random_numbers
 from ...checking.compare import relative_difference
 from ...checking.rounding import last_places_off
 from ...checking.subject import compute_dtype
@@ -184,7 +184,7 @@ def _require_same_losses(
         with last_places_off(model) if off else nullcontext():
             return model(**prepare(dict(batch)), use_cache=False, fused_lm_head=True).log_probs[-1]
 
-    with quiet(model, training=True):
+    with without_random_numbers(model, training=True):
         apart, own, rounded = losses(together), losses(alone), losses(alone, off=True)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
     apart, own, rounded = (values[: len(own)][None] for values in (apart, own, rounded))

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import TrainerState
 
 from ...autocast import autocast_dtype
-from ...checking import quiet, vocabulary_of
+from ...checking import vocabulary_of, without_random_numbers
 from ...checking.subject import rounding_dtype
 from ...comparison import TOLERANCES, Comparison
 from ...config.sft import PackedSFTConfig
@@ -66,7 +66,7 @@ def _how_it_differs(model: Any, seed: int) -> str:
     ids = _random_ids(model, seed)
     # Only log-probabilities are compared, so the routers' auxiliary loss is switched off.
     options: dict[str, Any] = {"use_cache": False, **router_loss.without(inner_model(model).config.get_text_config())}
-    with quiet(model), torch.no_grad():
+    with without_random_numbers(model), torch.no_grad():
         try:
             found = model(input_ids=ids, labels=ids, fused_lm_head=True, **options).log_probs
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
@@ -89,7 +89,7 @@ def _require_runnable(model: Any, ids: torch.Tensor) -> None:
     """Refuse a model whose own forward fails (for example with mixed dtypes), because no head can fix that."""
     weights = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
-        with quiet(model), torch.no_grad():
+        with without_random_numbers(model), torch.no_grad():
             model(input_ids=ids, use_cache=False)
     except (RuntimeError, ValueError) as error:
         autocast = autocast_dtype(ids)

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...checking import quiet
+from ...checking import without_random_numbers
 from ...config.sft import PackedSFTConfig
 from ...data.collator import FIRST_LABELS, SOURCES
 from ...data.origins import ORIGINS, Origins
@@ -217,7 +217,7 @@ class PaddedTerms:
         batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         # With a mask, like a padded batch, because this is a trial of routers, not of packing.
         balanced = self.wrap(self.model, batch)
-        with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
+        with without_random_numbers(self.model), torch.no_grad(), self.accelerator.autocast():
             balanced(**batch, fused_lm_head=True)
             makes = not has_own_head or self.model(ids, output_router_logits=True).aux_loss is not None
         self.balances_experts = bool(balanced.layers) and makes

@@ -183,7 +183,7 @@ def _show(trainer: PackedSFTTrainer) -> None:
 
 def _show_check(report: CheckReport) -> None:
     """Print the verdict of the check and its measurements."""
-    print(report.told, flush=True)
+    print(report.headline, flush=True)
     if not report.taken_from:
         print_table(report.table())
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..kernels.random_states import devices_of, random_states_kept
+from ..kernels.random_states import devices_of, restoring_random_states
 from ..override import attributes_set, set_inside
 from ..patching.apply import unpadding_of
 from ..patching.bitsandbytes import unconverted
@@ -23,7 +23,7 @@ _DRAWS = re.compile(r"drop|jitter|noise|neftune")
 
 
 @contextmanager
-def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+def without_random_numbers(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Run a model without random numbers inside a `with` block, and restore its state afterwards.
 
     Calls in the block do not depend on the lengths of earlier calls, and multiply half precision fast on a CPU.
@@ -35,9 +35,9 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     try:
         with (
             ExitStack() as silenced,
-            modes_kept(model),
+            restoring_modes(model),
             attributes_set((parameter, "grad", parameter.grad) for parameter in model.parameters()),
-            random_states_kept(devices_of(model)),
+            restoring_random_states(devices_of(model)),
             unconverted(model),
             fresh_frequencies(model),
             fast_half_products(model),
@@ -58,7 +58,7 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 module.reshard()
 
 
-def modes_kept(model: nn.Module) -> AbstractContextManager[None]:
+def restoring_modes(model: nn.Module) -> AbstractContextManager[None]:
     """Put back the mode of each module after a `with` block: parts may be in another mode than the model."""
     return attributes_set((module, "training", module.training) for module in model.modules())
 
