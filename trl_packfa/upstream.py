@@ -84,8 +84,6 @@ PRIVATE = (
             "mask rules index tensors by tensors under vmap, as in transformers"),
     Private("torch.utils._pytree.tree_{leaves,map}", "tensors in any output; torch 2.7 has no public module"),
     # torch: kernels, backwards, ranks.
-    Private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "one dtype forward, another one backward"),
-    Private("torch.cpu._is_amx_tile_supported", "AMX makes the half-precision backward the faster one"),
     Private("torch.ops.mkldnn._is_mkldnn_{bf16,fp16}_supported", "only oneDNN knows if the CPU has instructions"),
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "saved tensors that nobody reads again"),
     Private("torch._C._autograd._top_saved_tensors_default_hooks", "whether saved tensors are recomputed or moved",

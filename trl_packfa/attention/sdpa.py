@@ -23,15 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from ..autocast import autocast_dtype, cast_to_autocast_dtype
+from ..autocast import HALF, autocast_dtype, cast_to_autocast_dtype, has_half_products
 from ..layout import PackedLayout
 from ..layout.length_groups import group_by_length, pack_groups, pad_groups
 from .base import AttentionArguments, AttentionCall
 from .capabilities import AttentionBackend, Capabilities
-from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
 
 _CHUNK_QUERIES = 256
+# On a CPU, the largest product of longest document and head dim up to which float32 is faster than half precision.
+_IN_FLOAT32 = 256 * 64
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -103,12 +104,24 @@ def _attend_batch(
     dtype = autocast_dtype(query) or query.dtype
     is_padded = not call.layout.causal and len(set(lengths)) > 1
     lengths_G = torch.tensor(lengths, device=query.device) if is_padded else None
-    if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(call)):
+    if _is_faster_in_float32(q_GNLH, dtype, call):
         with torch.autocast(query.device.type, enabled=False):
             out_GNLH = _attend(q_GNLH.float(), k_GKMH.float(), v_GKMH.float(), call, tokens_GL, lengths_G)
     else:
         out_GNLH = _attend(q_GNLH, k_GKMH, v_GKMH, call, tokens_GL, lengths_G)
     return out_GNLH.transpose(1, 2).to(dtype)
+
+
+def _is_faster_in_float32(query: torch.Tensor, dtype: torch.dtype, call: AttentionCall) -> bool:
+    """Tell whether attention of a group `(G, N, L, H)` in half precision is faster, and more exact, in float32.
+
+    That is so on CPUs that emulate half precision, and for short documents in torch's kernel: its backward has a cost
+    for each block of keys that is high in half precision.
+    """
+    if dtype not in HALF or query.device.type != "cpu":
+        return False
+    is_short = query.shape[2] * query.shape[3] <= _IN_FLOAT32
+    return not has_half_products(dtype, "cpu") or (_is_fused(call) and is_short)
 
 
 def _attend(
@@ -131,10 +144,6 @@ def _attend(
         return _fused(query, key, value, call, allowed)
     if query.shape[2] != key.shape[2]:  # after a shared prefix
         return _in_chunks(query, key, value, call, tokens_GL, lengths_G)
-    dtype = autocast_dtype(query) or query.dtype
-    if call.dropout == 0 and has_two_halves(query, value, dtype):
-        qkv = (tensor.to(dtype) for tensor in (query, key, value))
-        return CausalInHalf.apply(*qkv, call.scaling)  # type: ignore[return-value]
     return _fused(query, key, value, call, is_causal=True)
 
 
