@@ -35,12 +35,13 @@ from ..patches.base import (
     StackPatch,
 )
 from . import bitsandbytes
-from .attention_interface import InterfaceOptions, interface_config, mask_config, require_registered
+from .attention_interface import interface_config, mask_config, require_registered
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
 from .inspect import class_names, find_parts, forward_takes, inner_model, model_type
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
+from .packed_attention import InterfaceOptions
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchState, find_state
 from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding

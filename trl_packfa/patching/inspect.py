@@ -51,15 +51,15 @@ class ModelParts(NamedTuple):
     padded_only: bool  # whether the model gets no packed rows: an encoder, a classifier, or no LM head
 
 
-def find_parts(model: nn.Module, patch: Patch, *, by_name: bool = False) -> ModelParts:
-    """Return the modules of a model that a patch works on. `by_name`: only the attention's name changes, no masks.
+def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
+    """Return the modules of a model that a patch works on.
 
     Raise [`UnsupportedModel`] if modules that the patch names are not there, attend in both directions, or get a
     window through their mask alone.
     """
     inner, backbone = inner_model(model), find_backbone(model, patch)
     takes_images, is_stack = backbone is text_decoder(model), isinstance(patch, StackPatch)
-    attention = _find_attention(backbone, patch, by_mask=not by_name and (takes_images or is_stack))
+    attention = _find_attention(backbone, patch, by_mask=takes_images or is_stack)
     return ModelParts(
         backbone,
         attention,
@@ -216,8 +216,10 @@ def _reads_interface(forward: Callable[..., Any]) -> bool:
     return any(isinstance(value, AttentionInterface) for value in inspect.getclosurevars(function).globals.values())
 
 
-def is_causal(module: Any) -> bool:
-    """Tell whether a module attends backwards only, by itself or, in a decoder, through its mask."""
+def is_causal(module: Any, asked: bool | None = None) -> bool:
+    """Tell whether a module attends backwards only: as a call asks, by itself or, in a decoder, through its mask."""
+    if asked is not None:
+        return asked
     return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
 
 
