@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import adapter_kinds, refuse_adapters, refuse_quantized
+from .adapters import verdicts_on
 from .candidates import apply_first_exact
 from .config.options import PatchOptions
 from .kernels.lm_head.chunked import undo_head
@@ -68,20 +68,17 @@ def patch(
         [`NoBackend`]: if the named backend does not exist.
     """
     tell_of_newer_versions()
-    # These checks come before any change, so that a refused model stays as it was.
     options = PatchOptions(backend, fused_kernels, unpad, share_prefixes)
     target = inspect.runnable(model)
     name = inspect.model_type(target)
-    refuse_adapters(target)
-    refuse_quantized(target)
-    kinds = adapter_kinds(target)
-    if is_patched_with(target, options, kinds):
+    verdicts = verdicts_on(target)  # before any change, so that a refused model stays as it was
+    if is_patched_with(target, options, verdicts.kinds):
         return model
     with all_or_none([target]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(target)
-        state = apply_first_exact(target, name, options)
-        state.adapter_kinds = kinds
+        state = apply_first_exact(target, name, options, verdicts.unmeasured)
+        state.adapter_kinds = verdicts.kinds
     if state.unpadding is not None and state.unpadding.sharing is not None:
         state.unpadding.sharing.tell_of_refusal(target)
     return model

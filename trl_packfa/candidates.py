@@ -7,13 +7,13 @@ change in transformers leads to an error, never to attention across documents.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .adapters import unmeasured_adapters, unread_quantizers
 from .checking import check, check_identity, check_unpadding
 from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, PackingError, UnsupportedModel, first_line, is_out_of_memory
@@ -44,7 +44,9 @@ class _Candidate(NamedTuple):
     on_failure: str = ""
 
 
-def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Candidate], UnsupportedModel | None]:
+def _list_candidates(
+    model: nn.Module, name: str, added: Sequence[str], *, unpad: bool
+) -> tuple[list[_Candidate], UnsupportedModel | None]:
     """List the patches to try on a model of this type, and the error that says why its type has none."""
     code = f"{type(model).__name__}'s code"
     found: list[_Candidate] = []
@@ -82,21 +84,20 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         return found, refusal
     # Our tables hold no measurement of a third party's patch.
     is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
-    unmeasured = [] if is_known else [code]
-    unmeasured += [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
-    unmeasured += newer_than_tested()
+    unmeasured = [*([] if is_known else [code]), *added, *newer_than_tested()]
     may_not_fit = not is_known and patch.origin == "trl_packfa"
     found.append(_Candidate(patch, ", ".join(unmeasured), is_final=True, may_not_fit=may_not_fit))
     return found, None
 
 
-def apply_first_exact(model: nn.Module, name: str, options: PatchOptions) -> PatchState:
+def apply_first_exact(model: nn.Module, name: str, options: PatchOptions, added: Sequence[str]) -> PatchState:
     """Patch a model of this type with the first candidate that is trusted, or that the check finds exact on it.
 
-    The errors are those of [`trl_packfa.patch`].
+    `added` are the model's adapters and quantizers that nobody has measured: with one, no patch is trusted. The errors are
+    those of [`trl_packfa.patch`].
     """
-    candidates, refusal = _list_candidates(model, name, unpad=options.unpad)
+    candidates, refusal = _list_candidates(model, name, added, unpad=options.unpad)
     tried = []
     for candidate in candidates:
         try:
