@@ -13,7 +13,7 @@ from .candidates import apply_first_exact
 from .config.options import PatchOptions
 from .kernels.lm_head.chunked import undo_head
 from .patching import inspect
-from .patching.apply import all_or_none, find_state, is_patched_with, restore_patch, undo_patch
+from .patching.state import all_or_none, find_state, is_patched_with, restore_patch, undo_patch
 from .versions import tell_of_newer_versions
 
 Model = TypeVar("Model", bound=nn.Module)

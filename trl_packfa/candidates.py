@@ -19,8 +19,10 @@ from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from .patches.base import DocumentPatch, GroupsPatch, InterfacePatch, Patch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
+from .patches.registry import get_patch_for_type
 from .patching import inspect
-from .patching.apply import PatchState, apply_patch, undo_patch
+from .patching.apply import apply_patch
+from .patching.state import PatchState, undo_patch
 from .versions import installed_version, newer_than_tested
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,27 @@ class _Candidate(NamedTuple):
     on_failure: str = ""
 
 
+def get_patch(model: nn.Module) -> Patch:
+    """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
+
+    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
+    """
+    patch = get_patch_for_type(inspect.model_type(model))
+    # One type may need two patches: Falcon has rotary models and ALiBi models.
+    while patch.instead is not None and patch.instead.applies(inspect.model_config(model)):
+        patch = patch.instead.patch
+    return patch
+
+
+def _get_decoder_patch(decoder: nn.Module) -> Patch:
+    """Return the patch for the text decoder of a model with images or sounds."""
+    try:
+        found = get_patch(decoder)
+    except UnsupportedModel:
+        found = InterfacePatch(model_types=(inspect.model_type(decoder),))
+    return replace(found, backbone=type(decoder).__name__)
+
+
 def _list_candidates(
     model: nn.Module, name: str, added: Sequence[str], *, unpad: bool
 ) -> tuple[list[_Candidate], UnsupportedModel | None]:
@@ -55,7 +78,7 @@ def _list_candidates(
         # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(inspect.get_decoder_patch(decoder), code, on_failure=failed))
+        found.append(_Candidate(_get_decoder_patch(decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
     stack, groups = StackPatch(model_types=(name,)), GroupsPatch(model_types=(name,))
     if inspect.inner_model(model).config.is_encoder_decoder:
@@ -71,7 +94,7 @@ def _list_candidates(
         )
         return [_Candidate(patch, code) for patch in (stack, groups)], refusal
     try:
-        patch = inspect.get_patch(model)
+        patch = get_patch(model)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `document` runs the whole backbone document by document, which is exact
@@ -94,8 +117,8 @@ def _list_candidates(
 def apply_first_exact(model: nn.Module, name: str, options: PatchOptions, added: Sequence[str]) -> PatchState:
     """Patch a model of this type with the first candidate that is trusted, or that the check finds exact on it.
 
-    `added` are the model's adapters and quantizers that nobody has measured: with one, no patch is trusted. The errors are
-    those of [`trl_packfa.patch`].
+    `added` are the model's adapters and quantizers that nobody has measured: with one, no patch is trusted. The
+    errors are those of [`trl_packfa.patch`].
     """
     candidates, refusal = _list_candidates(model, name, added, unpad=options.unpad)
     tried = []

@@ -21,9 +21,9 @@ from trl import SFTConfig
 from trl_packfa import candidates, check, padding_free, patch
 from trl_packfa.adapters import verdicts
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
+from trl_packfa.candidates import get_patch
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import get_patch
 
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INT8_WITHOUT_OUTLIERS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

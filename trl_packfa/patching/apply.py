@@ -1,4 +1,4 @@
-"""Applying a patch to one model instance and taking it back.
+"""Applying a patch to one model instance.
 
 This is the only code that sets attributes on models. It sets an instance's own `forward` (backbone, attention modules,
 mixers, rotary embeddings, norms, LoRA layers), its `config` where transformers' registries are asked for attention or
@@ -7,8 +7,7 @@ masks, and one switch of 4-bit layers. It never changes classes, module globals 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -39,29 +38,15 @@ from .attention_interface import interface_config, mask_config, require_register
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
-from .inspect import class_names, find_parts, forward_takes, inner_model, model_type
+from .inspect import class_names, forward_takes, inner_model, model_type
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .packed_attention import InterfaceOptions
+from .parts import find_parts
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchState, find_state
 from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding
 
 Value = TypeVar("Value")
-
-
-def unpadding_of(model: nn.Module) -> Unpadding | None:
-    """Return the policy of a model that is patched with `unpad=True`, `None` of any other."""
-    state = find_state(model)
-    return None if state is None else state.unpadding
-
-
-def is_patched_with(model: nn.Module, options: PatchOptions, adapter_kinds: tuple[str, ...]) -> bool:
-    """Tell whether a model is patched with these options, and with the adapters and LoRA layers that it has now."""
-    state = find_state(model)
-    if state is None or state.options != options or state.adapter_kinds != adapter_kinds:
-        return False
-    known = {id(layer) for layer in state.adapted}  # `add_adapter` replaces a linear layer under its name
-    return not options.fused_kernels or all(id(layer) in known for layer in adapted_layers(model))
 
 
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
@@ -134,39 +119,6 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     for layer in layers:
         state.apply(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
     return len(layers)
-
-
-def undo_patch(model: nn.Module) -> None:
-    """Take back every edit, the last one first; leave a model that is not patched as it is."""
-    state = find_state(model)
-    if state is None:
-        return
-    state.exchange_edits()
-    for module in model.modules():
-        vars(module).pop(SLOT, None)
-
-
-def restore_patch(model: nn.Module, before: PatchState | None) -> None:
-    """Patch a model again as it was patched before: `before` is what [`find_state`] found then."""
-    if find_state(model) is before:
-        return
-    undo_patch(model)
-    if before is not None:
-        before.exchange_edits()
-        setattr(before.parts.backbone, SLOT, before)
-
-
-@contextmanager
-def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore how each of these models was patched before, if a `with` block raises."""
-    before = [(model, find_state(model)) for model in models]
-    try:
-        yield
-    # Also after KeyboardInterrupt: a notebook goes on with the same model.
-    except BaseException:
-        for model, state in before:
-            restore_patch(model, state)
-        raise
 
 
 def _plan_attention(state: PatchState) -> list[Edit]:

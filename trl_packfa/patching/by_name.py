@@ -30,9 +30,10 @@ from ..layout.call_context import FLASH_KEYS, PackedCall, current_call, empty_ma
 from ..layout.from_call import layout_of
 from ..patches.base import OWN_ATTENTION, AttentionPatch, DocumentPatch, FunctionPatch, Heads, InterfacePatch, Patch
 from ..patches.registry import find_patch_for_type
-from .inspect import find_parts, inner_model, is_causal, model_type
+from .inspect import inner_model, is_causal, model_type
 from .mask_rules import sees_ahead, sees_back
 from .packed_attention import InterfaceOptions, attend_by_options, eager_attention
+from .parts import find_parts
 from .rotary import LENGTH_DEPENDENT
 from .state import PatchState
 
