@@ -69,7 +69,11 @@ class Patch:
     instead: Instead | None = None
     origin: str = "trl_packfa"
     not_by_name: Mapping[str, str] = field(default_factory=dict)
+    # What only some of the classes below declare.
     makes_mask: bool = field(default=False, init=False)
+    window: Callable[[Any], int | None] | None = field(default=None, init=False)
+    beside: tuple[str, ...] = field(default=(), init=False)
+    bias: Callable[[Any, torch.Tensor, PackedLayout], Bias | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Raise [`InvalidConfig`] for a patch that serves no type."""

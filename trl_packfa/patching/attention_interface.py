@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..compile import outside_of_graphs
 from ..errors import InvalidConfig, PackingError
@@ -24,6 +24,7 @@ from .by_name import NAME, attend_by_name, attend_unpacked, mask_by_name
 from .handed_masks import note_mask
 from .mask_rules import sees_ahead
 from .packed_attention import InterfaceOptions, attend_by_options, eager_attention, masked_by_choice
+from .state import Edit, PatchState
 
 
 class InterfaceConfig:
@@ -75,18 +76,37 @@ def interface_config(config: PreTrainedConfig, options: InterfaceOptions | None 
     return view
 
 
-def mask_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+def mask_edits(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
+    """Return the edits of the models that ask our function for masks.
+
+    A backbone does so if it computes with its mask. Models between the outermost one and its text decoder may do so.
+    """
+    backbone: Any = state.parts.backbone
+    edits: list[Edit] = []
+    if state.patch.makes_mask:
+        edits.append((backbone, "config", interface_config(backbone.config)))
+    if state.unpadding is None or not state.parts.takes_images:
+        return edits
+    module: Any
+    for module in inner.modules():
+        is_between = isinstance(module, PreTrainedModel) and module not in (inner, backbone)
+        if is_between and any(below is backbone for below in module.modules()):
+            edits += [(module, "config", config) for config in _mask_configs(module.config)]
+    return edits
+
+
+def _mask_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a copy of a composite model's config that sends the masks for its text decoder to our function.
 
-    `None` if the config has no config of a decoder.
+    The list is empty if the config has no config of a decoder.
     """
     text = config.get_text_config()
     names = [name for name, value in vars(config).items() if value is text]
     if not names:
-        return None
+        return []
     ours = copy.copy(config)
     vars(ours).update(dict.fromkeys(names, interface_config(text)))
-    return ours
+    return [ours]
 
 
 def packed_attention_forward(

@@ -28,7 +28,7 @@ from ..layout import PackedLayout
 from ..layout.call_checks import host_positions, refuse_beside_cache
 from ..layout.call_context import FLASH_KEYS, PackedCall, current_call, empty_mask, is_empty_mask
 from ..layout.from_call import layout_of
-from ..patches.base import OWN_ATTENTION, AttentionPatch, DocumentPatch, FunctionPatch, Heads, InterfacePatch, Patch
+from ..patches.base import OWN_ATTENTION, DocumentPatch, FunctionPatch, Heads, InterfacePatch, Patch
 from ..patches.registry import find_patch_for_type
 from .inspect import inner_model, is_causal, model_type
 from .mask_rules import sees_ahead, sees_back
@@ -80,13 +80,13 @@ def named_options(model_type: str, *, passes_positions: bool = True) -> Interfac
     why = "it was never measured" if patch is None else _why_not_served(model_type, patch)
     if why is None and not passes_positions:
         why = "it does not pass position_ids on to its attention: documents given by them would see each other"
-    if why is not None:
+    if patch is None or why is not None:
         raise UnsupportedModel(
             f"attn_implementation='{NAME}' does not serve model type '{model_type}'.",
-            why=[why],
+            why=[str(why)],
             do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
         )
-    return InterfaceOptions(CHOSEN.backends, patch.window if isinstance(patch, InterfacePatch) else None)
+    return InterfaceOptions(CHOSEN.backends, patch.window)
 
 
 def _why_not_served(model_type: str, patch: Patch) -> str | None:
@@ -97,7 +97,7 @@ def _why_not_served(model_type: str, patch: Patch) -> str | None:
         return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"
     if patch.run_by_document:
         return "not only its attention needs the boundaries: it counts positions itself, or has indexers"
-    own = isinstance(patch, FunctionPatch) or (isinstance(patch, AttentionPatch) and (patch.makes_mask or patch.bias))
+    own = isinstance(patch, FunctionPatch) or patch.makes_mask or patch.bias
     if own or patch.origin != "trl_packfa":  # no measurement of ours is about a third party's patch
         return OWN_ATTENTION
     return patch.not_by_name.get(model_type)

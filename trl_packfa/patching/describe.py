@@ -13,8 +13,8 @@ from ..kernels.lora.overrides import GatedMLPOverride
 from ..kernels.norms import RMSNormOverride
 from ..kernels.rotary import rotates
 from ..override import Override, override_in
+from .attention_forwards import AttentionOverride
 from .by_name import NAME, runs_by_name
-from .forwards import AttentionOverride
 from .inspect import model_type
 from .state import PatchState, find_state
 

@@ -19,7 +19,6 @@ from ..patches.base import (
     EncoderPatch,
     FunctionPatch,
     GroupsPatch,
-    InterfacePatch,
     ModulePatch,
     Patch,
     StackPatch,
@@ -172,7 +171,7 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
         return ()
     if isinstance(patch, (AttentionPatch, FunctionPatch)):
         return tuple(patch.arguments(module).sliding_window for module in attention.values())
-    if isinstance(patch, InterfacePatch) and patch.window is not None:
+    if patch.window is not None:
         return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()

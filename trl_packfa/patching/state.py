@@ -13,7 +13,7 @@ from ..attention import BackendChoice
 from ..config.options import PatchOptions
 from ..errors import UnsupportedModel
 from ..kernels.lora import adapted_layers
-from ..patches.base import AttentionPatch, DocumentPatch, Patch
+from ..patches.base import DocumentPatch, Patch
 from .parts import ModelParts
 from .unpadding import Unpadding
 
@@ -85,7 +85,7 @@ class PatchState:
     def require_shareable(self, model: nn.Module, size: int) -> None:
         """Raise [`UnsupportedModel`] with the reason if `size` processes cannot share a row of this model."""
         refusal = self.needs_whole_documents
-        if isinstance(self.patch, AttentionPatch) and self.patch.bias is not None:
+        if self.patch.bias is not None:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"
         if refusal is not None:
             raise UnsupportedModel(
