@@ -80,7 +80,7 @@ def patch(
         state = apply_first_exact(target, name, options, verdicts.unmeasured)
         state.adapter_kinds = verdicts.kinds
     if state.unpadding is not None and state.unpadding.sharing is not None:
-        state.unpadding.sharing.tell_of_refusal(target)
+        state.unpadding.sharing.warn_of_refusal(target)
     return model
 
 

@@ -151,8 +151,8 @@ def _layout_of(heads: Heads, mask: Any, options: Mapping[str, Any]) -> PackedLay
 def _read(call: dict[str, Any]) -> PackedLayout | None:
     """Return [`layout_of`] the call, read once for all layers of a forward."""
     # By identity and by version, as a buffer may be written again.
-    told = [(name, id(value), _version(value)) for name, value in call.items() if name != "inputs_embeds"]
-    seen = [call["inputs_embeds"].shape[:2], *told]
+    arguments = [(name, id(value), _version(value)) for name, value in call.items() if name != "inputs_embeds"]
+    seen = [call["inputs_embeds"].shape[:2], *arguments]
     if getattr(_LAST, "seen", None) != seen:
         _LAST.layout = layout_of(call)
         _LAST.seen = seen

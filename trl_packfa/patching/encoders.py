@@ -70,8 +70,8 @@ class _EncoderOverride(NamedOverride):
 
     def _asks_for_layers(self, call: Mapping[str, Any]) -> bool:
         config = own_config(self.module)
-        asked = (getattr(config, name, None) if call.get(name) is None else call[name] for name in _OF_EACH_LAYER)
-        return any(asked)
+        requested = (getattr(config, name, None) if call.get(name) is None else call[name] for name in _OF_EACH_LAYER)
+        return any(requested)
 
 
 class EncoderOverride(_EncoderOverride):
@@ -150,7 +150,7 @@ class LengthGroupsOverride(_EncoderOverride):
     def _find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a call that runs in groups; `None` if it runs as it is."""
         if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
-            self.unpadding.tell_once("trl-packfa: calls of %s that bring inputs of its decoder run with their pads.")
+            self.unpadding.log_once("trl-packfa: calls of %s that bring inputs of its decoder run with their pads.")
             return None  # its length is another one, or equal by chance
         rows = self.unpadding.rows_of(call, call)
         # Without the pads before it, a token would have another position.

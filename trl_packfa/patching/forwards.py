@@ -46,6 +46,33 @@ from .state import PatchState
 from .unpadding import SPANS, SpanLossOverride, refuse_modalities, refuse_packed
 
 
+def outer_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
+    """Make the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
+    overrides = encoder_overrides(state) or _decoder_overrides(inner, state)
+    if forward_takes(inner, SPANS[0]):
+        before = next((override for override in reversed(overrides) if override.module is inner), None)
+        overrides.append(SpanLossOverride(inner, state.unpadding, before))
+    return overrides
+
+
+def _decoder_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
+    patch, unpadding, parts = state.patch, state.unpadding, state.parts
+    backbone, by_document = parts.backbone, isinstance(patch, DocumentPatch)
+    overrides: list[Override] = [(DocumentOverride if by_document else BackboneOverride)(backbone, state)]
+    # TRL's fused head would score every position of the padded batch, pads too.
+    head = None if unpadding is None or inner is backbone else LabelledHead(inner)
+    if head is not None:
+        overrides.append(head)
+    # Most causal LMs pass further keywords on to the backbone, which finds `packed_layout` among them. Those of these
+    # patches drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
+    drops = patch.makes_mask or bool(patch.run_by_document) or isinstance(patch, (DocumentPatch, FunctionPatch))
+    if parts.takes_images:
+        overrides.append(CompositeOverride(inner, state, head))
+    elif inner is not backbone and drops:
+        overrides.append(CausalLMOverride(inner, state, head))
+    return overrides
+
+
 class _PackedForward(NamedOverride):
     """Forward of a backbone, or of the causal LM around it, that finds the documents of a packed call."""
 
@@ -327,30 +354,3 @@ class CompositeOverride(CausalLMOverride):
         if call.get("position_ids") is None:  # some models would count them over the whole row
             call["position_ids"] = layout.position_ids().to(layout.cu_seqlens.device)
         return super().run_packed(call, layout)
-
-
-def outer_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
-    """Make the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
-    overrides = encoder_overrides(state) or _decoder_overrides(inner, state)
-    if forward_takes(inner, SPANS[0]):
-        before = next((override for override in reversed(overrides) if override.module is inner), None)
-        overrides.append(SpanLossOverride(inner, state.unpadding, before))
-    return overrides
-
-
-def _decoder_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
-    patch, unpadding, parts = state.patch, state.unpadding, state.parts
-    backbone, by_document = parts.backbone, isinstance(patch, DocumentPatch)
-    overrides: list[Override] = [(DocumentOverride if by_document else BackboneOverride)(backbone, state)]
-    # TRL's fused head would score every position of the padded batch, pads too.
-    head = None if unpadding is None or inner is backbone else LabelledHead(inner)
-    if head is not None:
-        overrides.append(head)
-    # Most causal LMs pass further keywords on to the backbone, which finds `packed_layout` among them. Those of these
-    # patches drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
-    drops = patch.makes_mask or bool(patch.run_by_document) or isinstance(patch, (DocumentPatch, FunctionPatch))
-    if parts.takes_images:
-        overrides.append(CompositeOverride(inner, state, head))
-    elif inner is not backbone and drops:
-        overrides.append(CausalLMOverride(inner, state, head))
-    return overrides

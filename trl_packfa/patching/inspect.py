@@ -66,8 +66,8 @@ def text_decoder(model: nn.Module) -> PreTrainedModel | None:
     if inner.config.get_text_config() is inner.config or inner.config.is_encoder_decoder:
         return None
     decoder = inner.get_decoder()
-    is_apart = isinstance(decoder, PreTrainedModel) and decoder is not inner and decoder is not inner.base_model
-    return decoder if is_apart else None
+    is_separate = isinstance(decoder, PreTrainedModel) and decoder is not inner and decoder is not inner.base_model
+    return decoder if is_separate else None
 
 
 def known_ids(model: Any) -> int:
@@ -110,10 +110,10 @@ def _reads_interface(forward: Callable[..., Any]) -> bool:
     return any(isinstance(value, AttentionInterface) for value in inspect.getclosurevars(function).globals.values())
 
 
-def is_causal(module: Any, asked: bool | None = None) -> bool:
-    """Tell whether a module attends backwards only: as a call asks, by itself or, in a decoder, through its mask."""
-    if asked is not None:
-        return asked
+def is_causal(module: Any, option: bool | None = None) -> bool:
+    """Tell whether a module attends backwards only, by a call's option, by itself or, in a decoder, by its mask."""
+    if option is not None:
+        return option
     return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
 
 

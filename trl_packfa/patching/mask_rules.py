@@ -101,9 +101,9 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> boo
     seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1)).tolist()
     if any(seen) and not all(seen):
         examples = (pairs[seen.index(answer)] for answer in (True, False))
-        joined, apart = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
+        linked, separate = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
         raise PackingError(
-            f"{joined} see each other, across tokens that do not, but {apart} do not.",
+            f"{linked} see each other, across tokens that do not, but {separate} do not.",
             why=["packed attention computes blocks that either all see each other or see only themselves"],
             do="Patch the model with unpad=False, or train on text alone.",
         )

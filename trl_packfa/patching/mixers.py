@@ -49,6 +49,27 @@ _SEPARATION = 30.0
 _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
+def inner_overrides(state: PatchState) -> list[Override]:
+    """Make the overrides of modules inside the backbone, other than attention."""
+    backbone, mixers = state.parts.backbone, state.parts.mixers
+    if isinstance(state.patch, (DocumentPatch, GroupsPatch)):
+        return []
+    rotary = [module for module in backbone.modules() if depends_on_length(module)]
+    overrides: list[Override] = [RotaryOverride(module) for module in rotary]
+    overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
+    overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
+    fused = state.options.fused_kernels
+    when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
+    if fused:
+        when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
+    # These modules get neither the keyword nor the mask, so they read the context variable. With activation
+    # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
+    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
+        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+        overrides += [LayerOverride(layer) for layer in layers]
+    return overrides + when_packed
+
+
 class LayerOverride(Override):
     """Forward of a decoder layer that sets the thread's call, also when a backward pass recomputes a checkpointed
     layer.
@@ -194,24 +215,3 @@ class MixerOverride(NamedOverride):
 def _first(output: Any) -> torch.Tensor:
     """Return the tensor of a module's output, the first item of a tuple."""
     return output if isinstance(output, torch.Tensor) else next(iter(output))
-
-
-def inner_overrides(state: PatchState) -> list[Override]:
-    """Make the overrides of modules inside the backbone, other than attention."""
-    backbone, mixers = state.parts.backbone, state.parts.mixers
-    if isinstance(state.patch, (DocumentPatch, GroupsPatch)):
-        return []
-    rotary = [module for module in backbone.modules() if depends_on_length(module)]
-    overrides: list[Override] = [RotaryOverride(module) for module in rotary]
-    overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
-    overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
-    fused = state.options.fused_kernels
-    when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
-    if fused:
-        when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
-    # These modules get neither the keyword nor the mask, so they read the context variable. With activation
-    # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
-        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-        overrides += [LayerOverride(layer) for layer in layers]
-    return overrides + when_packed

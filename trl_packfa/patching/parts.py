@@ -180,8 +180,8 @@ def _windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Modul
     window = getattr(config, "sliding_window", None) if makes_masks else None
     chunk = getattr(config, "attention_chunk_size", None)
     # A window that only the mask applies would be lost without an error: a token would see its whole document.
-    told = all("sliding_window" in _keywords_passed(type(module).forward) for module in attention.values())
-    if chunk or (window and not told):
+    passes_window = all("sliding_window" in _keywords_passed(type(module).forward) for module in attention.values())
+    if chunk or (window and not passes_window):
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
             why=["packed attention uses no mask, so it would ignore the limit"],
