@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import check, patch
+from trl_packfa.candidates import get_patch
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import get_patch
 
 WORDS = (1_600, 151_936, 262_144)
 

@@ -20,6 +20,9 @@ from ..layout import PackedLayout
 Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], Heads]
 
+# Why `attn_implementation="packfa"` does not serve a type.
+OWN_ATTENTION = "its attention does not go through transformers' attention interface"
+
 
 def read_arguments(module: Any) -> AttentionArguments:
     """Read the attention arguments from the attributes that most of transformers' attention modules have."""
@@ -55,6 +58,9 @@ class Patch:
             The patch for some of the models, and which these are.
         origin (`str`, *optional*, defaults to `"trl_packfa"`):
             The Python package that declares the patch. Logs and errors about duplicates show it.
+        not_by_name (`Mapping[str, str]`, *optional*):
+            Why a type is not served by `attn_implementation="packfa"`, by model type. A type whose patch changes more
+            than attention needs no reason.
     """
 
     level: ClassVar[str]  # names the part of the model that changes
@@ -62,7 +68,12 @@ class Patch:
     backbone: str | None = None
     instead: Instead | None = None
     origin: str = "trl_packfa"
+    not_by_name: Mapping[str, str] = field(default_factory=dict)
+    # What only some of the classes below declare.
     makes_mask: bool = field(default=False, init=False)
+    window: Callable[[Any], int | None] | None = field(default=None, init=False)
+    beside: tuple[str, ...] = field(default=(), init=False)
+    bias: Callable[[Any, torch.Tensor, PackedLayout], Bias | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Raise [`InvalidConfig`] for a patch that serves no type."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import AttentionPatch, Heads
+from trl_packfa.patches.base import OWN_ATTENTION, AttentionPatch, Heads
 
 
 def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
@@ -32,6 +32,7 @@ def unprojected(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> t
 
 PATCH = AttentionPatch(
     model_types=("git",),
+    not_by_name={"git": OWN_ATTENTION},
     backbone="GitModel",
     attention={"GitSelfAttention": plain_qkv},
     arguments=read_arguments,

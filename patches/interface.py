@@ -21,5 +21,9 @@ PATCH = InterfacePatch(
         "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon",
         "phi4_multimodal", "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
         "starcoder2", "vaultgemma", "whisper", "youtu",
-    )
+    ),
+    not_by_name=dict.fromkeys(
+        ("nemotron", "stablelm"),
+        "it does not pass cu_seq_lens_q on to its attention: documents given by it would see each other",
+    ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The measured results of every causal LM type of transformers: `models.json`, made by `tools/support_matrix.py`.
 
-A type is trusted only while its modelling code, and what all types rely on, is the measured code, see `api.py`.
+A type is trusted only while its modelling code, and what all types rely on, is the measured code, see `candidates.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import AttentionPatch, Heads
+from trl_packfa.patches.base import OWN_ATTENTION, AttentionPatch, Heads
 from trl_packfa.patches.llama import project_heads
 
 
@@ -24,6 +24,7 @@ def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
 
 PATCH = AttentionPatch(
     model_types=("xglm",),
+    not_by_name={"xglm": OWN_ATTENTION},
     backbone="XGLMModel",
     attention={"XGLMAttention": plain_qkv},
     output="out_proj",

@@ -19,10 +19,10 @@ from support_matrix import rounded, versions_of, write
 from torch import nn
 
 from trl_packfa.adapters.table import EXACT, REFUSED, RESULTS, source_of, tuners
+from trl_packfa.candidates import get_patch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import get_patch
 
 _LENGTHS = (13, 1, 29, 7, 29, 90, 3, 11, 29, 19)
 _CHANGED = 4

@@ -24,7 +24,7 @@ from trainer_runs import compare_head, off_by
 from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.patches.measured import ENCODERS
-from trl_packfa.patching.apply import PatchState, find_state
+from trl_packfa.patching.state import PatchState, find_state
 
 _LENGTHS = (9, 3, 14, 1)
 # Limits of a relative difference in float32, for outputs and for gradients.

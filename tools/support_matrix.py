@@ -22,13 +22,14 @@ from packaging.version import Version
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 from trl_packfa import __version__
+from trl_packfa.candidates import get_patch
 from trl_packfa.checking import CheckReport, check
 from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.patches.measured import RESULTS, fingerprint, interface_fingerprint
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.patching.inspect import get_patch, model_type
+from trl_packfa.patching.inspect import model_type
 from trl_packfa.versions import installed_version
 
 _LENGTHS = (13, 1, 29, 7)

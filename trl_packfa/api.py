@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import adapter_kinds, refuse_adapters, refuse_quantized
+from .adapters import verdicts_on
 from .candidates import apply_first_exact
 from .config.options import PatchOptions
 from .kernels.lm_head.chunked import undo_head
 from .patching import inspect
-from .patching.apply import all_or_none, find_state, is_patched_with, restore_patch, undo_patch
+from .patching.state import all_or_none, find_state, is_patched_with, restore_patch, undo_patch
 from .versions import tell_of_newer_versions
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -68,22 +68,19 @@ def patch(
         [`NoBackend`]: if the named backend does not exist.
     """
     tell_of_newer_versions()
-    # These checks come before any change, so that a refused model stays as it was.
     options = PatchOptions(backend, fused_kernels, unpad, share_prefixes)
     target = inspect.runnable(model)
     name = inspect.model_type(target)
-    refuse_adapters(target)
-    refuse_quantized(target)
-    kinds = adapter_kinds(target)
-    if is_patched_with(target, options, kinds):
+    verdicts = verdicts_on(target)  # before any change, so that a refused model stays as it was
+    if is_patched_with(target, options, verdicts.kinds):
         return model
     with all_or_none([target]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(target)
-        state = apply_first_exact(target, name, options)
-        state.adapter_kinds = kinds
+        state = apply_first_exact(target, name, options, verdicts.unmeasured)
+        state.adapter_kinds = verdicts.kinds
     if state.unpadding is not None and state.unpadding.sharing is not None:
-        state.unpadding.sharing.tell_of_refusal(target)
+        state.unpadding.sharing.warn_of_refusal(target)
     return model
 
 

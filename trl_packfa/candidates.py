@@ -7,20 +7,22 @@ change in transformers leads to an error, never to attention across documents.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .adapters import unmeasured_adapters, unread_quantizers
 from .checking import check, check_identity, check_unpadding
 from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from .patches.base import DocumentPatch, GroupsPatch, InterfacePatch, Patch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
+from .patches.registry import get_patch_for_type
 from .patching import inspect
-from .patching.apply import PatchState, apply_patch, undo_patch
+from .patching.apply import apply_patch
+from .patching.state import PatchState, undo_patch
 from .versions import installed_version, newer_than_tested
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,30 @@ class _Candidate(NamedTuple):
     on_failure: str = ""
 
 
-def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Candidate], UnsupportedModel | None]:
+def get_patch(model: nn.Module) -> Patch:
+    """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
+
+    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
+    """
+    patch = get_patch_for_type(inspect.model_type(model))
+    # One type may need two patches: Falcon has rotary models and ALiBi models.
+    while patch.instead is not None and patch.instead.applies(inspect.model_config(model)):
+        patch = patch.instead.patch
+    return patch
+
+
+def _get_decoder_patch(decoder: nn.Module) -> Patch:
+    """Return the patch for the text decoder of a model with images or sounds."""
+    try:
+        found = get_patch(decoder)
+    except UnsupportedModel:
+        found = InterfacePatch(model_types=(inspect.model_type(decoder),))
+    return replace(found, backbone=type(decoder).__name__)
+
+
+def _list_candidates(
+    model: nn.Module, name: str, added: Sequence[str], *, unpad: bool
+) -> tuple[list[_Candidate], UnsupportedModel | None]:
     """List the patches to try on a model of this type, and the error that says why its type has none."""
     code = f"{type(model).__name__}'s code"
     found: list[_Candidate] = []
@@ -53,7 +78,7 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(inspect.get_decoder_patch(decoder), code, on_failure=failed))
+        found.append(_Candidate(_get_decoder_patch(decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
     stack, groups = StackPatch(model_types=(name,)), GroupsPatch(model_types=(name,))
     if inspect.inner_model(model).config.is_encoder_decoder:
@@ -69,7 +94,7 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         )
         return [_Candidate(patch, code) for patch in (stack, groups)], refusal
     try:
-        patch = inspect.get_patch(model)
+        patch = get_patch(model)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `document` runs the whole backbone document by document, which is exact
@@ -82,21 +107,20 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         return found, refusal
     # Our tables hold no measurement of a third party's patch.
     is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
-    unmeasured = [] if is_known else [code]
-    unmeasured += [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
-    unmeasured += newer_than_tested()
+    unmeasured = [*([] if is_known else [code]), *added, *newer_than_tested()]
     may_not_fit = not is_known and patch.origin == "trl_packfa"
     found.append(_Candidate(patch, ", ".join(unmeasured), is_final=True, may_not_fit=may_not_fit))
     return found, None
 
 
-def apply_first_exact(model: nn.Module, name: str, options: PatchOptions) -> PatchState:
+def apply_first_exact(model: nn.Module, name: str, options: PatchOptions, added: Sequence[str]) -> PatchState:
     """Patch a model of this type with the first candidate that is trusted, or that the check finds exact on it.
 
-    The errors are those of [`trl_packfa.patch`].
+    `added` are the model's adapters and quantizers that nobody has measured: with one, no patch is trusted. The
+    errors are those of [`trl_packfa.patch`].
     """
-    candidates, refusal = _list_candidates(model, name, unpad=options.unpad)
+    candidates, refusal = _list_candidates(model, name, added, unpad=options.unpad)
     tried = []
     for candidate in candidates:
         try:

@@ -16,7 +16,7 @@ from .versions import require_versions, tell_of_newer_versions
 require_versions(training=False)
 
 from .patching.attention_interface import register_name  # noqa: E402  # the versions must be checked first
-from .patching.named_models import use_backend as use_backend  # noqa: E402
+from .patching.by_name import use_backend as use_backend  # noqa: E402
 
 register_name()
 tell_of_newer_versions()

@@ -44,7 +44,7 @@ from transformers.models.llama import modeling_llama
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from trl_packfa import PackedLayout, patch
+from trl_packfa import PackedLayout, candidates, patch
 from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
@@ -53,7 +53,6 @@ from trl_packfa.kernels.lm_head.chunked import ChunkedHead
 from trl_packfa.kernels.lora import projections
 from trl_packfa.layout import from_call
 from trl_packfa.patches.base import InterfacePatch
-from trl_packfa.patching import inspect
 from trl_packfa.patching.inspect import inner_model
 
 HERE = Path(__file__).parent
@@ -371,7 +370,7 @@ def build(setting: Setting, fakes: FakeTensorMode) -> Any:
             head.measures = setting.logs
             with MonkeyPatch.context() as patched:
                 if setting.interface:
-                    patched.setattr(inspect, "get_patch", lambda model: InterfacePatch(model_types=("llama",)))
+                    patched.setattr(candidates, "get_patch", lambda model: InterfacePatch(model_types=("llama",)))
                 patch(model, backend="varlen")
     return model.train()
 

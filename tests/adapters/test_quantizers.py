@@ -18,11 +18,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
 from trl import SFTConfig
 
-from trl_packfa import api, candidates, check, padding_free, patch
+from trl_packfa import candidates, check, padding_free, patch
+from trl_packfa.adapters import verdicts
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
+from trl_packfa.candidates import get_patch
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import get_patch
 
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INT8_WITHOUT_OUTLIERS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -181,7 +182,7 @@ def test_torchaos_float8_is_exact_by_token_and_leaks_with_one_scale_for_a_tensor
     assert check(patch(converted("rowwise"))).is_exact
     with pytest.raises(UnsupportedModel, match="one scale for each tensor"):
         patch(converted("tensorwise"))
-    monkeypatch.setattr(api, "refuse_quantized", lambda model: None)
+    monkeypatch.setattr(verdicts, "refuse_quantized", lambda model: None)
     with pytest.raises(ContaminationError, match="replacing some documents changed others"):  # the control
         patch(converted("tensorwise"))
 

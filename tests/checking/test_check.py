@@ -11,6 +11,7 @@ from tolerance import VISIBLE
 
 from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
+from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, engine, subject, unpadding
 from trl_packfa.checking.compare import largest, share
 from trl_packfa.checking.probe import Probe
@@ -18,7 +19,6 @@ from trl_packfa.comparison import Comparison
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import get_patch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)], ids=["bf16", "fp32"])

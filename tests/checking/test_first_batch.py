@@ -16,7 +16,7 @@ from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead, LogProbs
 from trl_packfa.layout.call_context import find_layout
-from trl_packfa.patching.apply import unpadding_of
+from trl_packfa.patching.state import unpadding_of
 
 LAYER = "model.layers.1.self_attn"
 

@@ -21,7 +21,8 @@ from trl_packfa.checking.runs import Arrangement
 from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
 from trl_packfa.patching.apply import find_state
-from trl_packfa.patching.inspect import find_backbone, max_positions
+from trl_packfa.patching.inspect import max_positions
+from trl_packfa.patching.parts import find_backbone
 
 MODEL = {"layers": 2, "max_position_embeddings": 1024}
 

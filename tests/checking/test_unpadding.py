@@ -9,13 +9,13 @@ import torch
 from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
+from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, depth
 from trl_packfa.checking.unpadding import PaddedProbe
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.patching.inspect import get_patch
 from trl_packfa.patching.rotary import RotaryOverride
 
 

@@ -16,7 +16,7 @@ from training import arguments, packed_trainer
 
 from trl_packfa import describe, patch, unpatch
 from trl_packfa.kernels.lora.layers import Layers, chunk_size
-from trl_packfa.patching import apply
+from trl_packfa.patching import mixers
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -30,9 +30,9 @@ def adapted(architecture="llama", *, base=None, seed=0, **lora):
 
 def patch_beside_peft(model):
     """Patch a model and leave its LoRA layers to PEFT. Other kernels stay ours, so that bits can be compared."""
-    own = apply.lora_overrides
+    own = mixers.lora_overrides
     with mock.patch.object(
-        apply, "lora_overrides", lambda backbone, *, fused, **given: own(backbone, fused=False, **given)
+        mixers, "lora_overrides", lambda backbone, *, fused, **given: own(backbone, fused=False, **given)
     ):
         return patch(unpatch(model))
 

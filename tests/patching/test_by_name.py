@@ -12,13 +12,16 @@ from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
+from transformers.masking_utils import causal_mask_function
 
 import trl_packfa
 import trl_packfa.register
 from trl_packfa import PackedLayout
+from trl_packfa.attention import BackendChoice
 from trl_packfa.errors import InvalidConfig, InvalidLayout, PackingError, UnsupportedModel, VersionTooOld
 from trl_packfa.patches.registry import find_patch_for_type
 from trl_packfa.patching.attention_interface import register_name
+from trl_packfa.patching.by_name import mask_by_name
 from trl_packfa.versions import MINIMUM_VERSIONS
 
 TYPES = (
@@ -293,6 +296,27 @@ def test_contradicting_boundaries_and_filled_caches_are_refused_by_name():
         packed(model, position_ids=LAYOUT.position_ids(), **PackedLayout.from_lengths((20, 51)).flash_kwargs())
     with pytest.raises(InvalidLayout, match="the batch has"):
         packed(model, **PackedLayout.from_lengths((20, 50)).flash_kwargs())
+
+
+def test_boundaries_beside_a_mask_by_a_models_own_rule_are_refused():
+    model, ones = named("llama", num_hidden_layers=1), torch.ones_like(row())
+    sizes = {"batch_size": 1, "q_length": ones.shape[1], "kv_length": ones.shape[1], "device": "cpu"}
+    rule = {"mask_function": causal_mask_function, "use_vmap": True, "allow_is_causal_skip": False}
+    mask = mask_by_name({"config": model.config, "attention_mask": ones, **sizes, **rule})
+    assert mask is not None and mask.shape[-2:] == (ones.shape[1],) * 2
+    with pytest.raises(InvalidLayout, match="not all ones"):
+        packed(model, **OFFSETS, attention_mask=mask)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_rows_without_pads_equal_eagers_and_run_by_the_backends(model_type, monkeypatch):
+    ids, ran = torch.cat(documents())[:60].view(2, 30), []
+    attend = BackendChoice.attend
+    monkeypatch.setattr(BackendChoice, "attend", lambda *given: ran.append(given[4].lengths) or attend(*given))
+    with torch.no_grad():
+        ours, theirs = (make(model_type)(input_ids=ids, use_cache=False).logits for make in (named, eager))
+    assert_float32(ours, theirs.double())
+    assert set(ran) == {(30, 30)}
 
 
 def test_positions_that_a_model_computes_with_must_come():

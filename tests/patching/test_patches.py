@@ -15,12 +15,12 @@ from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, describe, patch, patched, unpatch
+from trl_packfa.candidates import get_patch
 from trl_packfa.errors import NoBackend, PackingError
 from trl_packfa.override import override_in
 from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.patching.inspect import get_patch
 from trl_packfa.patching.packed_attention import masked_by_choice
 
 BACKENDS = ["sdpa", "reference"]

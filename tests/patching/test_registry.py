@@ -11,6 +11,7 @@ from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 import trl_packfa
 from trl_packfa import describe, patch, register_patch, unpatch
+from trl_packfa.candidates import get_patch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
@@ -26,7 +27,6 @@ from trl_packfa.patches.base import (
 )
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.patching.inspect import get_patch
 
 
 @pytest.fixture

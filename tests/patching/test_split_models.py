@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import trl_packfa
 from trl_packfa.attention import BackendChoice
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patching import named_attention
+from trl_packfa.patching import by_name
 
 LENGTHS = [3, 40, 5]
 
@@ -89,10 +89,8 @@ def test_split_model_runs_padded_rows_without_pads(devices):
 
 def test_split_model_by_name_finds_the_layout_on_each_device():
     layout = PackedLayout.from_lengths(LENGTHS)
-    found = [
-        named_attention._LastCall()(torch.empty(1, 2, sum(LENGTHS), 4, device=device), {"packed_layout": layout})
-        for device in ("cpu", "meta")
-    ]
+    heads = [(torch.empty(1, 2, sum(LENGTHS), 4, device=device),) * 3 for device in ("cpu", "meta")]
+    found = [by_name._layout_of(own, None, {"packed_layout": layout}) for own in heads]
     assert [one.cu_seqlens.device.type for one in found] == ["cpu", "meta"]
 
 

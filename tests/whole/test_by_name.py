@@ -18,7 +18,7 @@ import trl_packfa
 import trl_packfa.register
 from trl_packfa import PackedLayout
 from trl_packfa.errors import PackingError, UnsupportedModel
-from trl_packfa.patching.named_models import served_patch
+from trl_packfa.patching.by_name import named_options
 
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
 POSITIONS = {"position_ids": LAYOUT.position_ids()}
@@ -34,10 +34,16 @@ UNSEEN = (
 )  # fmt: skip
 
 
+# They do not pass position_ids on to their attention, so it refuses them.
+DROPS_POSITIONS = (
+    "cohere_compass_text", "ctrl", "dory", "fuyu", "gpt_bigcode", "moshi", "persimmon", "whisper",
+)  # fmt: skip
+
+
 def is_served(model):
     try:
-        served_patch(model.config.get_text_config().model_type)
-        return model.config.model_type != "gemma4_unified"  # its decoder is served by itself
+        named_options(model.config.get_text_config().model_type)
+        return model.config.model_type not in DROPS_POSITIONS
     except UnsupportedModel:
         return False
 

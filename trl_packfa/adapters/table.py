@@ -142,20 +142,3 @@ def refuse_adapter(config: Any, *, name: str | None = None) -> None:
     raise UnsupportedModel(
         f"{type(config).__name__} cannot be packed: PEFT's {kind}{where}.", why=[row["why"]], do=row["do"]
     )
-
-
-def refuse_adapters(model: nn.Module) -> None:
-    """Raise [`UnsupportedModel`] for a model with an adapter that was measured wrong under packing, active or not."""
-    for name, config in configs_of(model).items():
-        refuse_adapter(config, name=name)
-
-
-def adapter_kinds(model: nn.Module) -> tuple[str, ...]:
-    """List the kinds of each adapter of a model, as `adapter name: kind`."""
-    return tuple(f"{name}: {kind}" for name, config in configs_of(model).items() for kind in kinds_of(config))
-
-
-def unmeasured_adapters(model: nn.Module) -> list[str]:
-    """List the kinds of a model's adapters whose verdict is `unknown`."""
-    verdicts = [verdict_of(config) for config in configs_of(model).values()]
-    return [kind for verdict, kind in verdicts if verdict == UNKNOWN]

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..override import attributes_set, hooks_of
 from ..parallel.zero3 import is_partitioned, whole_size
-from ..patching.apply import PatchState
+from ..patching.state import PatchState
 from .subject import Subject
 
 # Layers with this many parameters run all arrangements, about ten thousand tokens, in a few seconds on one core.

@@ -35,10 +35,10 @@ from ..override import set_inside
 from ..parallel.sequence_parallel import ShardedRowModel, shard_batch
 from ..parallel.zero3 import is_engine, is_in_parts, is_partitioned
 from ..patching import cross_attention, router_loss
-from ..patching.apply import find_state, unpadding_of
 from ..patching.handed_masks import handed_masks
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
+from ..patching.state import find_state, unpadding_of
 from ..patching.unpadding import states_of
 from .compare import nan_as_inf, relative_difference
 from .modes import without_random_numbers

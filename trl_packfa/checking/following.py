@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import Function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..patching.apply import PatchState
+from ..patching.state import PatchState
 from .runs import Arrangement, Key, Run, Trace
 
 _ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..kernels.random_states import devices_of, restoring_random_states
 from ..override import attributes_set, set_inside
-from ..patching.apply import unpadding_of
 from ..patching.bitsandbytes import unconverted
 from ..patching.inspect import own_config
 from ..patching.rotary import fresh_frequencies
+from ..patching.state import unpadding_of
 from .products import fast_half_products
 
 # Names of rates at which random numbers are drawn in training: dropout, dropped layers, router jitter, noise.

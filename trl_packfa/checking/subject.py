@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..autocast import multiplies_in_tf32
 from ..override import attributes_set
 from ..parallel.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
-from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
+from ..patching.state import PatchState
 from .compare import nan_as_inf
 from .following import find_parts
 

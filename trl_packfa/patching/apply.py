@@ -1,4 +1,4 @@
-"""Applying a patch to one model instance and taking it back.
+"""Applying a patch to one model instance.
 
 This is the only code that sets attributes on models. It sets an instance's own `forward` (backbone, attention modules,
 mixers, rotary embeddings, norms, LoRA layers), its `config` where transformers' registries are asked for attention or
@@ -7,60 +7,28 @@ masks, and one switch of 4-bit layers. It never changes classes, module globals 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
 from ..compile import CompiledLayer
 from ..config.options import PatchOptions
 from ..errors import NoBackend
-from ..kernels.lm_head.labelled import LabelledHead
-from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
-from ..kernels.norms import RMSNormOverride, has_norm_kernel
-from ..kernels.rotary import PlainRotation
-from ..override import Override
-from ..patches.base import (
-    AttentionPatch,
-    DocumentPatch,
-    EncoderPatch,
-    FunctionPatch,
-    GroupsPatch,
-    InterfacePatch,
-    Patch,
-    StackPatch,
-)
-from . import bitsandbytes
-from .attention_interface import InterfaceOptions, interface_config, mask_config, require_registered
-from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
-from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
-from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, DocumentOverride
-from .inspect import class_names, find_parts, forward_takes, inner_model, model_type
-from .mixers import FunctionOverride, LayerOverride, MixerOverride
-from .rotary import RotaryOverride, depends_on_length
-from .state import SLOT, Edit, PatchState, find_state
-from .unpadding import SPANS, Sharing, SpanLossOverride, Unpadding
-
-Value = TypeVar("Value")
-
-
-def unpadding_of(model: nn.Module) -> Unpadding | None:
-    """Return the policy of a model that is patched with `unpad=True`, `None` of any other."""
-    state = find_state(model)
-    return None if state is None else state.unpadding
-
-
-def is_patched_with(model: nn.Module, options: PatchOptions, adapter_kinds: tuple[str, ...]) -> bool:
-    """Tell whether a model is patched with these options, and with the adapters and LoRA layers that it has now."""
-    state = find_state(model)
-    if state is None or state.options != options or state.adapter_kinds != adapter_kinds:
-        return False
-    known = {id(layer) for layer in state.adapted}  # `add_adapter` replaces a linear layer under its name
-    return not options.fused_kernels or all(id(layer) in known for layer in adapted_layers(model))
+from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, require_in_packed_rows
+from ..patches.base import DocumentPatch, EncoderPatch, Patch
+from .attention_forwards import attention_edits
+from .attention_interface import mask_edits, require_registered
+from .bitsandbytes import conversion_edits
+from .cross_attention import ARGUMENTS, cross_attention_of
+from .forwards import outer_overrides
+from .inspect import inner_model, model_type
+from .mixers import inner_overrides
+from .parts import find_parts
+from .rotary import depends_on_length
+from .state import SLOT, PatchState, find_state
+from .unpadding import Sharing, Unpadding
 
 
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
@@ -94,12 +62,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     for module in (parts.backbone, *parts.mixers.values()):
         require_in_packed_rows(module, by_document=isinstance(patch, DocumentPatch) or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
-    planned = _plan_attention(state) + _plan_masks(inner, state)
-    planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
-    overrides = _plan_outside(inner, state) + _plan_inside(state)
-    if forward_takes(inner, SPANS[0]):
-        before = next((override for override in reversed(overrides) if override.module is inner), None)
-        overrides.append(SpanLossOverride(inner, state.unpadding, before))
+    planned = [*attention_edits(state), *mask_edits(inner, state), *conversion_edits(model)]
+    overrides = [*outer_overrides(inner, state), *inner_overrides(state)]
     if not isinstance(patch, EncoderPatch):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]
@@ -133,125 +97,3 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     for layer in layers:
         state.apply(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
     return len(layers)
-
-
-def undo_patch(model: nn.Module) -> None:
-    """Take back every edit, the last one first; leave a model that is not patched as it is."""
-    state = find_state(model)
-    if state is None:
-        return
-    state.exchange_edits()
-    for module in model.modules():
-        vars(module).pop(SLOT, None)
-
-
-def restore_patch(model: nn.Module, before: PatchState | None) -> None:
-    """Patch a model again as it was patched before: `before` is what [`find_state`] found then."""
-    if find_state(model) is before:
-        return
-    undo_patch(model)
-    if before is not None:
-        before.exchange_edits()
-        setattr(before.parts.backbone, SLOT, before)
-
-
-@contextmanager
-def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore how each of these models was patched before, if a `with` block raises."""
-    before = [(model, find_state(model)) for model in models]
-    try:
-        yield
-    # Also after KeyboardInterrupt: a notebook goes on with the same model.
-    except BaseException:
-        for model, state in before:
-            restore_patch(model, state)
-        raise
-
-
-def _plan_attention(state: PatchState) -> list[Edit]:
-    patch, backends = state.patch, state.backends
-    planned: list[Edit] = []
-    module: Any  # torch types `module.config` as a tensor or a module
-    for module in state.parts.attention.values():
-        if isinstance(patch, AttentionPatch):
-            qkv = _of_class(patch.attention, module)
-            qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
-            planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
-        elif isinstance(patch, FunctionPatch):
-            function = _of_class(patch.functions, module)
-            planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
-        else:
-            by_mask = state.parts.takes_images or isinstance(patch, StackPatch)
-            window = patch.window if isinstance(patch, InterfacePatch) else None
-            config = interface_config(module.config, InterfaceOptions(backends, window, by_mask))
-            planned.append((module, "config", config))
-    return planned
-
-
-def _of_class(table: Mapping[str, Value], module: nn.Module) -> Value:
-    return next(table[name] for name in class_names(module) if name in table)
-
-
-def _plan_masks(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
-    """Return the edits of the models that make masks for packed attention.
-
-    A backbone does so if it computes with its mask. Models between the outermost one and its text decoder may do so.
-    """
-    backbone: Any = state.parts.backbone
-    planned: list[Edit] = []
-    if state.patch.makes_mask:
-        planned.append((backbone, "config", interface_config(backbone.config)))
-    if state.unpadding is None or not state.parts.takes_images:
-        return planned
-    around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
-    found = [(m, mask_config(m.config)) for m in around if any(x is backbone for x in m.modules())]
-    return planned + [(module, "config", config) for module, config in found if config is not None]
-
-
-def _plan_outside(inner: PreTrainedModel, state: PatchState) -> list[Override]:
-    """Return the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
-    patch, unpadding, parts = state.patch, state.unpadding, state.parts
-    backbone = parts.backbone
-    if isinstance(patch, GroupsPatch):
-        assert unpadding is not None
-        return [LengthGroupsOverride(backbone, unpadding)]
-    if isinstance(patch, StackPatch) and parts.stack is not backbone:
-        assert unpadding is not None
-        return [EncoderOverride(backbone, unpadding), StackOverride(parts.stack, unpadding)]
-    overrides: list[Override] = [
-        (DocumentOverride if isinstance(patch, DocumentPatch) else BackboneOverride)(backbone, state)
-    ]
-    # TRL's fused head would score every position of the padded batch, pads too.
-    head = None if unpadding is None or inner is backbone else LabelledHead(inner)
-    if head is not None:
-        overrides.append(head)
-    # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
-    # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
-    told = isinstance(patch, (AttentionPatch, InterfacePatch)) and not patch.run_by_document
-    if parts.takes_images:
-        overrides.append(CompositeOverride(inner, state, head))
-    elif inner is not backbone and (patch.makes_mask or not told):
-        overrides.append(CausalLMOverride(inner, state, head))
-    return overrides
-
-
-def _plan_inside(state: PatchState) -> list[Override]:
-    """Return the overrides of modules inside the backbone, other than attention."""
-    backbone, mixers = state.parts.backbone, state.parts.mixers
-    if isinstance(state.patch, (DocumentPatch, GroupsPatch)):
-        return []
-    rotary = [module for module in backbone.modules() if depends_on_length(module)]
-    overrides: list[Override] = [RotaryOverride(module) for module in rotary]
-    if isinstance(state.patch, InterfacePatch):
-        overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
-    overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
-    fused = state.options.fused_kernels
-    when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
-    if fused:
-        when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
-    # These modules get neither the keyword nor the mask, so they read the context variable. With activation
-    # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
-        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-        overrides += [LayerOverride(layer) for layer in layers]
-    return overrides + when_packed

@@ -2,7 +2,7 @@
 
 Modules of a patched model have a view of their config with this name: their calls bring the documents that the
 backbone found. In a model that was loaded with `attn_implementation="packfa"` the functions find documents themselves,
-see `named_attention.py`.
+see `by_name.py`.
 
 Shape letters: B rows, L row length, N query heads, K key/value heads, H head dim.
 """
@@ -10,35 +10,21 @@ Shape letters: B rows, L row length, N query heads, K key/value heads, H head di
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ..attention.dispatch import BackendChoice
 from ..compile import outside_of_graphs
 from ..errors import InvalidConfig, PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
+from .by_name import NAME, attend_by_name, attend_unpacked, mask_by_name
 from .handed_masks import note_mask
 from .mask_rules import sees_ahead
-from .named_attention import attend_by_name, mask_by_name
-from .named_models import NAME
-from .packed_attention import attend_packed, masked_by_choice, read_options, require_known
-
-
-class InterfaceOptions(NamedTuple):
-    """The facts about a patched model that its attention needs beside a call's arguments."""
-
-    backends: BackendChoice
-    # Reads the sliding window from the module, for models that do not pass it in the call.
-    window: Callable[[Any], int | None] | None = None
-    # Whether the model's mask decides if attention is causal, so that the module need not say so.
-    by_mask: bool = False
+from .packed_attention import InterfaceOptions, attend_by_options, eager_attention, masked_by_choice
+from .state import Edit, PatchState
 
 
 class InterfaceConfig:
@@ -90,18 +76,37 @@ def interface_config(config: PreTrainedConfig, options: InterfaceOptions | None 
     return view
 
 
-def mask_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+def mask_edits(inner: PreTrainedModel, state: PatchState) -> list[Edit]:
+    """Return the edits of the models that ask our function for masks.
+
+    A backbone does so if it computes with its mask. Models between the outermost one and its text decoder may do so.
+    """
+    backbone: Any = state.parts.backbone
+    edits: list[Edit] = []
+    if state.patch.makes_mask:
+        edits.append((backbone, "config", interface_config(backbone.config)))
+    if state.unpadding is None or not state.parts.takes_images:
+        return edits
+    module: Any
+    for module in inner.modules():
+        is_between = isinstance(module, PreTrainedModel) and module not in (inner, backbone)
+        if is_between and any(below is backbone for below in module.modules()):
+            edits += [(module, "config", config) for config in _mask_configs(module.config)]
+    return edits
+
+
+def _mask_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a copy of a composite model's config that sends the masks for its text decoder to our function.
 
-    `None` if the config has no config of a decoder.
+    The list is empty if the config has no config of a decoder.
     """
     text = config.get_text_config()
     names = [name for name, value in vars(config).items() if value is text]
     if not names:
-        return None
+        return []
     ours = copy.copy(config)
     vars(ours).update(dict.fromkeys(names, interface_config(text)))
-    return ours
+    return [ours]
 
 
 def packed_attention_forward(
@@ -115,7 +120,9 @@ def packed_attention_forward(
     """
     config = module.config
     if not isinstance(config, InterfaceConfig):
-        return attend_by_name(module, query, key, value, attention_mask, **options), None
+        return attend_by_name(module, (query, key, value), attention_mask, options), None
+    facts = config.trl_packfa_options
+    assert facts is not None, "modules that make masks have no attention of their own"
     layout = find_layout((query, attention_mask), options)
     options.pop(KEYWORD, None)
     indices: torch.Tensor | None = options.pop("indices", None)
@@ -124,19 +131,10 @@ def packed_attention_forward(
             attention_mask = masked_by_choice(attention_mask, indices, query, key)
         own = config.trl_packfa_config._attn_implementation
         if own == NAME:
-            return attend_by_name(module, query, key, value, attention_mask, **options), None
-        # Every modelling file has its own eager attention, which no table of transformers lists.
-        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        forward = AttentionInterface().get_interface(own, eager)
+            return attend_unpacked(facts, module, (query, key, value), attention_mask, options), None
+        forward = AttentionInterface().get_interface(own, eager_attention(module))
         return forward(module, query, key, value, attention_mask, **options)
-    assert config.trl_packfa_options is not None, "modules that make masks have no attention of their own"
-    backends, window, by_mask = config.trl_packfa_options
-    require_known(module, options, by_mask=by_mask)
-    arguments = read_options(query, options)
-    # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
-    if window is not None:
-        arguments = replace(arguments, sliding_window=window(module))
-    return attend_packed(backends, query, key, value, layout, arguments, indices), None
+    return attend_by_options(facts, module, (query, key, value), layout, options, indices), None
 
 
 def packed_mask(**options: Any) -> torch.Tensor | None:

@@ -19,8 +19,8 @@ from ..override import attributes_set
 SWITCH = "support_avx512bf16_for_cpu"
 
 
-def convertible_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the 4-bit layers that the first evaluation would convert; raise [`UnsupportedModel`] if it has."""
+def conversion_edits(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
+    """Return the edits that keep 4-bit layers as they are; raise [`UnsupportedModel`] if one has been converted."""
     found = [(name, module) for name, module in model.named_modules() if getattr(module, SWITCH, False)]
     for name, module in found:
         # bitsandbytes marks converted weights in their quantization state. The switch does not show it: it stays on
@@ -32,9 +32,9 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
                 why=["the model was evaluated on a CPU before it was patched; its gradients would be wrong"],
                 do="Load the model again and patch it (or build the trainer) before the first evaluation.",
             )
-    return [module for _, module in found]
+    return [(module, SWITCH, False) for _, module in found]
 
 
 def unconverted(model: nn.Module) -> AbstractContextManager[None]:
     """Keep 4-bit layers from being converted inside a `with` block."""
-    return attributes_set((module, SWITCH, False) for module in convertible_modules(model))
+    return attributes_set(conversion_edits(model))

@@ -13,9 +13,9 @@ from ..kernels.lora.overrides import GatedMLPOverride
 from ..kernels.norms import RMSNormOverride
 from ..kernels.rotary import rotates
 from ..override import Override, override_in
-from .forwards import AttentionOverride
+from .attention_forwards import AttentionOverride
+from .by_name import NAME, runs_by_name
 from .inspect import model_type
-from .named_models import NAME, runs_by_name
 from .state import PatchState, find_state
 
 

@@ -24,13 +24,28 @@ from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask,
 from ..layout.from_call import layout_of
 from ..layout.length_groups import group_by_length
 from ..layout.padded_rows import PaddedRows, as_rows
-from ..override import NamedOverride
+from ..override import NamedOverride, Override
+from ..patches.base import GroupsPatch, StackPatch
 from .handed_masks import HandedMasks, handed_masks
 from .inspect import own_config
+from .state import PatchState
 from .unpadding import Unpadding, refuse_packed
 
 # Arguments that ask for the results of each layer, which the stack would return without pads.
 _OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
+
+
+def encoder_overrides(state: PatchState) -> list[Override]:
+    """Make the overrides of an encoder by its patch; none if its backbone is the stack, or it is no encoder."""
+    patch, parts = state.patch, state.parts
+    by_stack = isinstance(patch, StackPatch) and parts.stack is not parts.backbone
+    if not by_stack and not isinstance(patch, GroupsPatch):
+        return []
+    unpadding = state.unpadding
+    assert unpadding is not None, "encoders are patched with unpad=True only"
+    if by_stack:
+        return [EncoderOverride(parts.backbone, unpadding), StackOverride(parts.stack, unpadding)]
+    return [LengthGroupsOverride(parts.backbone, unpadding)]
 
 
 class _EncoderOverride(NamedOverride):
@@ -55,8 +70,8 @@ class _EncoderOverride(NamedOverride):
 
     def _asks_for_layers(self, call: Mapping[str, Any]) -> bool:
         config = own_config(self.module)
-        asked = (getattr(config, name, None) if call.get(name) is None else call[name] for name in _OF_EACH_LAYER)
-        return any(asked)
+        requested = (getattr(config, name, None) if call.get(name) is None else call[name] for name in _OF_EACH_LAYER)
+        return any(requested)
 
 
 class EncoderOverride(_EncoderOverride):
@@ -135,7 +150,7 @@ class LengthGroupsOverride(_EncoderOverride):
     def _find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a call that runs in groups; `None` if it runs as it is."""
         if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
-            self.unpadding.tell_once("trl-packfa: calls of %s that bring inputs of its decoder run with their pads.")
+            self.unpadding.log_once("trl-packfa: calls of %s that bring inputs of its decoder run with their pads.")
             return None  # its length is another one, or equal by chance
         rows = self.unpadding.rows_of(call, call)
         # Without the pads before it, a token would have another position.

@@ -1,4 +1,4 @@
-"""The `forward`s that a patch puts on one model instance: causal LM, backbone, attention.
+"""The `forward`s that a patch puts on a backbone and on the causal LM around it: they find the documents of a call.
 
 Each calls the original forward unless the call is packed.
 
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..attention import AttentionArguments, BackendChoice
-from ..autocast import autocast_dtype
 from ..compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..errors import PackingError
-from ..kernels.lm_head.labelled import keep_labelled
+from ..kernels.lm_head.labelled import LabelledHead, keep_labelled
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
 from ..layout.call_context import (
@@ -27,7 +26,6 @@ from ..layout.call_context import (
     PackedCall,
     current_call,
     empty_mask,
-    find_layout,
     in_call,
     packed_call,
 )
@@ -35,16 +33,44 @@ from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
 from ..override import NamedOverride, Override, forward_signature
-from ..patches.base import QKV, AttentionPatch, DocumentPatch, FunctionPatch, Heads, InterfacePatch, StackPatch
+from ..patches.base import DocumentPatch, FunctionPatch, StackPatch
 from . import cross_attention, router_loss
+from .encoders import encoder_overrides
 from .handed_masks import handed_masks, without_empty_masks
-from .inspect import max_positions
+from .inspect import forward_takes, max_positions
 from .mask_rules import embeds_token_types, refuse_token_types
 from .neftune import noise_of_padded_rows
 from .per_document import FOUND_BY_ITSELF, run_backbone_by_document
 from .rotary import depends_on_length
 from .state import PatchState
-from .unpadding import refuse_modalities, refuse_packed
+from .unpadding import SPANS, SpanLossOverride, refuse_modalities, refuse_packed
+
+
+def outer_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
+    """Make the overrides of the modules that find the boundaries: backbone and causal LM, or encoder and stack."""
+    overrides = encoder_overrides(state) or _decoder_overrides(inner, state)
+    if forward_takes(inner, SPANS[0]):
+        before = next((override for override in reversed(overrides) if override.module is inner), None)
+        overrides.append(SpanLossOverride(inner, state.unpadding, before))
+    return overrides
+
+
+def _decoder_overrides(inner: PreTrainedModel, state: PatchState) -> list[Override]:
+    patch, unpadding, parts = state.patch, state.unpadding, state.parts
+    backbone, by_document = parts.backbone, isinstance(patch, DocumentPatch)
+    overrides: list[Override] = [(DocumentOverride if by_document else BackboneOverride)(backbone, state)]
+    # TRL's fused head would score every position of the padded batch, pads too.
+    head = None if unpadding is None or inner is backbone else LabelledHead(inner)
+    if head is not None:
+        overrides.append(head)
+    # Most causal LMs pass further keywords on to the backbone, which finds `packed_layout` among them. Those of these
+    # patches drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
+    drops = patch.makes_mask or bool(patch.run_by_document) or isinstance(patch, (DocumentPatch, FunctionPatch))
+    if parts.takes_images:
+        overrides.append(CompositeOverride(inner, state, head))
+    elif inner is not backbone and drops:
+        overrides.append(CausalLMOverride(inner, state, head))
+    return overrides
 
 
 class _PackedForward(NamedOverride):
@@ -94,8 +120,7 @@ class BackboneOverride(_PackedForward):
         by_document = isinstance(patch, DocumentPatch)
         # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
         # from 0. Other positions of the caller would be ignored, so they are refused.
-        beside = isinstance(patch, InterfacePatch) and patch.beside
-        own_positions = bool(by_document or beside or any(map(depends_on_length, module.modules())))
+        own_positions = bool(by_document or patch.beside or any(map(depends_on_length, module.modules())))
         super().__init__(module, state, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
         # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
@@ -329,48 +354,3 @@ class CompositeOverride(CausalLMOverride):
         if call.get("position_ids") is None:  # some models would count them over the whole row
             call["position_ids"] = layout.position_ids().to(layout.cu_seqlens.device)
         return super().run_packed(call, layout)
-
-
-class AttentionOverride(Override):
-    """Forward of one layer's attention on `(T, N, H)`: without transposes, mask or key/value expansion."""
-
-    def __init__(self, module: nn.Module, patch: AttentionPatch, qkv: QKV, backends: BackendChoice) -> None:
-        super().__init__(module)
-        self.patch, self.qkv, self.backends = patch, qkv, backends
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention: return the output `(B, L, D)` and no weights, as no T x T matrix exists."""
-        layout = find_layout((hidden_states, *args), kwargs)
-        kwargs.pop(KEYWORD, None)
-        if layout is None:
-            return self.call_original(hidden_states, *args, **kwargs)
-        position_embeddings = kwargs.get("position_embeddings", args[0] if args else None)
-        query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
-        # Under autocast the backends cast all three.
-        if not query.dtype == key.dtype == value.dtype and autocast_dtype(query) is None:
-            raise PackingError(
-                f"the patch for {', '.join(self.patch.model_types[:3])} makes query, key and value of different "
-                f"dtypes: {query.dtype}, {key.dtype}, {value.dtype}.",
-                do="Cast query and key after the rotation, as the model's own code does.",
-            )
-        arguments = self.patch.arguments(self.module)
-        if not self.module.training:
-            arguments = replace(arguments, dropout=0.0)  # modules store the rate for training
-        if self.patch.bias is None:
-            out_TNH = self.backends.attend(query, key, value, layout, arguments)
-        else:
-            out_TNH = self._attend_with_bias((query, key, value), layout, arguments)
-        attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)  # (T, N, H) to (B, L, N * H)
-        if self.patch.finish is not None:
-            return self.patch.finish(self.module, attended, args)
-        return getattr(self.module, self.patch.output)(attended), None
-
-    # Outside of graphs, as the bias depends on this batch's documents.
-    @outside_of_graphs
-    def _attend_with_bias(self, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments) -> torch.Tensor:
-        assert self.patch.bias is not None
-        if (gather := layout.sequence_gather) is not None:  # a bias is computed for whole documents, not for segments
-            query, key, value = map(gather.gather, qkv)
-            return gather.take_first(self._attend_with_bias((query, key, value), layout.full_sequences, arguments))
-        arguments = replace(arguments, bias=self.patch.bias(self.module, qkv[2], layout))
-        return self.backends.attend(*qkv, layout, arguments)

@@ -19,7 +19,6 @@ from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from ..errors import PackingError
-from ..layout import PackedLayout
 from ..layout.blocks import Block
 from .inspect import own_config
 
@@ -29,20 +28,14 @@ Rule: TypeAlias = Callable[..., torch.Tensor]
 _TYPES_AMONG_WORDS = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj")
 
 
-def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLayout | None:
-    """Read documents off the rule of a mask of this shape `(B, L)`; `None` for one document a row."""
-    sees_back = _sees_next(rule, shape, device, back=True)
-    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees_back.cpu()], dim=1)
-    if int(starts.sum()) == shape[0]:
-        return None
-    # Starts [1, 0, 0, 1, 0] are offsets [0, 3] and the end, lengths [3, 2].
-    offsets = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()])])
-    return PackedLayout.from_lengths(offsets.diff().tolist(), rows=shape[0], device=device)
-
-
 def sees_ahead(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
     """Tell whether a token attends to the one after it, as those of an image do."""
     return bool(_sees_next(rule, shape, device).any())
+
+
+def sees_back(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
+    """Tell whether every token attends to the one before it; the first of a document in a row does not."""
+    return bool(_sees_next(rule, shape, device, back=True).all())
 
 
 class RowBlocks(NamedTuple):
@@ -108,9 +101,9 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> boo
     seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1)).tolist()
     if any(seen) and not all(seen):
         examples = (pairs[seen.index(answer)] for answer in (True, False))
-        joined, apart = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
+        linked, separate = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
         raise PackingError(
-            f"{joined} see each other, across tokens that do not, but {apart} do not.",
+            f"{linked} see each other, across tokens that do not, but {separate} do not.",
             why=["packed attention computes blocks that either all see each other or see only themselves"],
             do="Patch the model with unpad=False, or train on text alone.",
         )

@@ -8,17 +8,18 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head di
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import AttentionArguments, BackendChoice
 from ..comparison import TOLERANCES, Comparison
 from ..compile import outside_of_graphs
+from ..kernels.lora import lora_overrides
+from ..kernels.norms import RMSNormOverride, has_norm_kernel
 from ..kernels.random_states import devices_of, restoring_random_states
 from ..layout import PackedLayout
 from ..layout.call_context import (
@@ -33,10 +34,12 @@ from ..layout.call_context import (
     packed_call,
 )
 from ..override import NamedOverride, Override
-from ..patches.base import InterfacePatch, ModulePatch
+from ..patches.base import DocumentPatch, FunctionPatch, GroupsPatch, ModulePatch, Patch
+from .cross_attention import CrossAttentionOverride, cross_attention_of
 from .inspect import class_names
-from .packed_attention import attend_packed
 from .per_document import run_by_document
+from .rotary import RotaryOverride, depends_on_length
+from .state import PatchState
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,27 @@ logger = logging.getLogger(__name__)
 _SEPARATION = 30.0
 # Argument names for the boundaries: TRL's, and TRL's with that of flash-linear-attention's functions.
 _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
+
+
+def inner_overrides(state: PatchState) -> list[Override]:
+    """Make the overrides of modules inside the backbone, other than attention."""
+    backbone, mixers = state.parts.backbone, state.parts.mixers
+    if isinstance(state.patch, (DocumentPatch, GroupsPatch)):
+        return []
+    rotary = [module for module in backbone.modules() if depends_on_length(module)]
+    overrides: list[Override] = [RotaryOverride(module) for module in rotary]
+    overrides += [MixerOverride(module, state.patch, state.native) for module in mixers.values()]
+    overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
+    fused = state.options.fused_kernels
+    when_packed = lora_overrides(backbone, fused=fused, invocations=state.invocations)
+    if fused:
+        when_packed += [RMSNormOverride(module) for module in backbone.modules() if has_norm_kernel(module)]
+    # These modules get neither the keyword nor the mask, so they read the context variable. With activation
+    # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
+    if mixers or isinstance(state.patch, FunctionPatch) or state.patch.makes_mask or when_packed:
+        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+        overrides += [LayerOverride(layer) for layer in layers]
+    return overrides + when_packed
 
 
 class LayerOverride(Override):
@@ -95,9 +119,7 @@ class LayerOverride(Override):
 class MixerOverride(NamedOverride):
     """Forward of a module that mixes tokens: by own kernels if they provably honour boundaries, else by document."""
 
-    def __init__(
-        self, module: nn.Module, patch: InterfacePatch, native: dict[tuple[type, bool], tuple[str, ...]]
-    ) -> None:
+    def __init__(self, module: nn.Module, patch: Patch, native: dict[tuple[type, bool], tuple[str, ...]]) -> None:
         super().__init__(module)
         classes, config = set(class_names(module)), getattr(module, "config", None)
         self.native, self.beside = native, not classes.isdisjoint(patch.beside)
@@ -188,32 +210,6 @@ class MixerOverride(NamedOverride):
             least = TOLERANCES[next((dtype for dtype in dtypes if dtype in TOLERANCES), torch.float32)].kernels
             allowed = min(least, control.difference / _SEPARATION)
             return next((offer for offer in self.offers if Comparison("parity", error_of(offer), allowed).holds), ())
-
-
-class FunctionOverride:
-    """An attention module's own function of query, key, value and mask, which runs on packed tokens if a call is
-    packed.
-
-    Older architectures have such a function instead of the attention interface: `(query (B, N, L, H), key, value,
-    mask)` to `(output (B, N, L, H), weights)`.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, arguments: Callable[[Any], AttentionArguments], backends: BackendChoice
-    ) -> None:
-        self.module, self.name, self.read_arguments, self.backends = module, name, arguments, backends
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's attention function."""
-        layout = find_layout((query, *args), kwargs)
-        if layout is None:
-            return getattr(type(self.module), self.name)(self.module, query, key, value, *args, **kwargs)
-        arguments = self.read_arguments(self.module)
-        if not self.module.training:
-            arguments = replace(arguments, dropout=0.0)
-        # These modules may rotate query and key in float32, but backends need one dtype.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        return attend_packed(self.backends, query, key, value, layout, arguments).transpose(1, 2), None
 
 
 def _first(output: Any) -> torch.Tensor:

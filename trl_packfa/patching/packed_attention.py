@@ -5,9 +5,10 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +20,35 @@ from ..layout import PackedLayout
 from ..patches.base import Heads
 from .inspect import is_causal
 
-# The options of transformers' attention interface that packed attention reads.
-READ = ("scaling", "sliding_window", "softcap", "s_aux", "dropout")
+
+class InterfaceOptions(NamedTuple):
+    """The facts about a model that its attention needs beside a call's arguments."""
+
+    backends: BackendChoice
+    # Reads the sliding window from the module, for models that do not pass it in the call.
+    window: Callable[[Any], int | None] | None = None
+    # Whether the model's mask decides if attention is causal, so that the module need not say so.
+    by_mask: bool = False
+
+
+def attend_by_options(
+    facts: InterfaceOptions,
+    module: Any,
+    heads: Heads,
+    layout: PackedLayout,
+    options: dict[str, Any],
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run [`attend_packed`] with the options of transformers' attention interface.
+
+    Raise [`PackingError`] for those that packed attention does not compute.
+    """
+    require_known(module, options, by_mask=facts.by_mask)
+    arguments = read_options(heads[0], options)
+    # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
+    if facts.window is not None:
+        arguments = replace(arguments, sliding_window=facts.window(module))
+    return attend_packed(facts.backends, *heads, layout, arguments, indices)
 
 
 def read_options(query: torch.Tensor, options: Mapping[str, Any]) -> AttentionArguments:
@@ -83,13 +111,18 @@ def masked_by_choice(
     return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
 
 
+def eager_attention(module: Any) -> Any:
+    """Return the eager attention of a module's file, `None` if it has none: no table of transformers lists it."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
 # Arguments by which some models add to the scores or choose keys; packed attention does not compute them.
 _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
 def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
     """Raise [`PackingError`] for attention arguments that packed attention does not compute."""
-    if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
+    if not by_mask and not is_causal(module, kwargs.get("is_causal")):
         raise PackingError(
             f"{type(module).__name__} attends in both directions, packed attention is causal.",
             do="Pass padded batches to patch(model, unpad=True), which keeps such attention, or train padded.",

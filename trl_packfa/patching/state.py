@@ -1,7 +1,9 @@
-"""Record of what a patch did to one model."""
+"""Record of what a patch did to one model, and taking it back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -10,8 +12,9 @@ from torch import nn
 from ..attention import BackendChoice
 from ..config.options import PatchOptions
 from ..errors import UnsupportedModel
-from ..patches.base import AttentionPatch, DocumentPatch, Patch
-from .inspect import ModelParts
+from ..kernels.lora import adapted_layers
+from ..patches.base import DocumentPatch, Patch
+from .parts import ModelParts
 from .unpadding import Unpadding
 
 # Attribute of the backbone that holds the state.
@@ -82,7 +85,7 @@ class PatchState:
     def require_shareable(self, model: nn.Module, size: int) -> None:
         """Raise [`UnsupportedModel`] with the reason if `size` processes cannot share a row of this model."""
         refusal = self.needs_whole_documents
-        if isinstance(self.patch, AttentionPatch) and self.patch.bias is not None:
+        if self.patch.bias is not None:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"
         if refusal is not None:
             raise UnsupportedModel(
@@ -96,3 +99,51 @@ class PatchState:
 def find_state(model: nn.Module) -> PatchState | None:
     """Return the state of a patched model, `None` if it is not patched."""
     return next((vars(module)[SLOT] for module in model.modules() if SLOT in vars(module)), None)
+
+
+def unpadding_of(model: nn.Module) -> Unpadding | None:
+    """Return the policy of a model that is patched with `unpad=True`, `None` of any other."""
+    state = find_state(model)
+    return None if state is None else state.unpadding
+
+
+def is_patched_with(model: nn.Module, options: PatchOptions, adapter_kinds: tuple[str, ...]) -> bool:
+    """Tell whether a model is patched with these options, and with the adapters and LoRA layers that it has now."""
+    state = find_state(model)
+    if state is None or state.options != options or state.adapter_kinds != adapter_kinds:
+        return False
+    known = {id(layer) for layer in state.adapted}  # `add_adapter` replaces a linear layer under its name
+    return not options.fused_kernels or all(id(layer) in known for layer in adapted_layers(model))
+
+
+def undo_patch(model: nn.Module) -> None:
+    """Take back every edit, the last one first; leave a model that is not patched as it is."""
+    state = find_state(model)
+    if state is None:
+        return
+    state.exchange_edits()
+    for module in model.modules():
+        vars(module).pop(SLOT, None)
+
+
+def restore_patch(model: nn.Module, before: PatchState | None) -> None:
+    """Patch a model again as it was patched before: `before` is what [`find_state`] found then."""
+    if find_state(model) is before:
+        return
+    undo_patch(model)
+    if before is not None:
+        before.exchange_edits()
+        setattr(before.parts.backbone, SLOT, before)
+
+
+@contextmanager
+def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore how each of these models was patched before, if a `with` block raises."""
+    before = [(model, find_state(model)) for model in models]
+    try:
+        yield
+    # Also after KeyboardInterrupt: a notebook goes on with the same model.
+    except BaseException:
+        for model, state in before:
+            restore_patch(model, state)
+        raise

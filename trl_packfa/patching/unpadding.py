@@ -51,7 +51,7 @@ class Sharing:
         self.refusal, self.backbone = refusal, backbone
         self._rates: list[_Rate] = []
         self._modules: list[nn.Module] = []
-        self._told = False
+        self._logged = False
 
     def rows_of(self, call: Mapping[str, Any], rows: PaddedRows) -> SharedRows | None:
         """Return the rows of a padded call with each common prefix once; `None` if nothing is shared."""
@@ -79,8 +79,8 @@ class Sharing:
         if any(shape in (value.shape[:2], value.shape[1:]) for name, value in tensors.items() if name not in known):
             return None
         drawing = self._draws()
-        if drawing is not None and not self._told:
-            self._told = True
+        if drawing is not None and not self._logged:
+            self._logged = True
             logger.warning(
                 "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
                 "Set it to 0 to share them.",
@@ -89,7 +89,7 @@ class Sharing:
             )
         return ids if drawing is None else None
 
-    def tell_of_refusal(self, model: nn.Module) -> None:
+    def warn_of_refusal(self, model: nn.Module) -> None:
         """Log why no call of this model shares anything, if none does."""
         if self.refusal:
             logger.warning(
@@ -131,7 +131,7 @@ class Unpadding:
     trained_documents: int = 0  # rows with tokens
     shared: int = 0  # true tokens that were not computed, because another row has the same prefix
     blocks: int = 0  # of tokens that saw each other in both directions, of layers with and without a window
-    _told: frozenset[str] = frozenset()
+    _logged: frozenset[str] = frozenset()
 
     def rows_of(self, call: dict[str, Any], read: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
@@ -159,14 +159,14 @@ class Unpadding:
             return None
         if self._asks_for_cache(call):
             if self.module.training and torch.is_grad_enabled():
-                self.tell_once(
+                self.log_once(
                     "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
                     "Set use_cache=False to train without them."
                 )
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
-            self.tell_once(
+            self.log_once(
                 "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
                 "a row. Set tokenizer.padding_side='right'."
             )
@@ -204,15 +204,15 @@ class Unpadding:
         A call that does not say follows its config, which asks for one by default. Training does not read the cache,
         but a call without gradients may be the first of a decoding loop.
         """
-        asked = call.get("use_cache")
-        if asked is not None or torch.is_grad_enabled() or not self.generates:
-            return asked is True
+        use_cache = call.get("use_cache")
+        if use_cache is not None or torch.is_grad_enabled() or not self.generates:
+            return use_cache is True
         return getattr(getattr(self.module, "config", None), "use_cache", None) is True
 
-    def tell_once(self, text: str, module: nn.Module | None = None) -> None:
+    def log_once(self, text: str, module: nn.Module | None = None) -> None:
         """Log a warning about this module, or another one, if it was not logged before."""
-        if text not in self._told:
-            self._told |= {text}
+        if text not in self._logged:
+            self._logged |= {text}
             logger.warning(text, type(self.module if module is None else module).__name__)
 
     def _count(self, rows: PaddedRows) -> None:
@@ -313,7 +313,7 @@ class SpanLossOverride(NamedOverride):
             )
         if self.unpadding is None or not self.unpadding.is_on:
             return False
-        self.unpadding.tell_once(
+        self.unpadding.log_once(
             "trl-packfa: calls of %s with start_positions run with their pads: its own loss is a softmax over all "
             "columns of a row, pads too. Calls without labels run without them.",
             self.module,

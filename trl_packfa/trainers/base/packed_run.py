@@ -43,7 +43,7 @@ from ...override import set_inside
 from ...packing import PackedBatchSampler, PackingReport
 from ...parallel.ranks import agree, from_main_rank, summed
 from ...patching import inspect
-from ...patching.apply import find_state, restore_patch
+from ...patching.state import find_state, restore_patch
 from ..saving.card import add_section, name_base, packing_section
 from ..saving.checkpoint_files import (
     PACKING_REPORT,

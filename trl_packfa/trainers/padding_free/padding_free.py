@@ -22,8 +22,8 @@ from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...layout.padded_rows import PaddedRows
 from ...parallel.ranks import summed
-from ...patching.apply import all_or_none, find_state, unpadding_of
 from ...patching.inspect import inner_model
+from ...patching.state import all_or_none, find_state, unpadding_of
 from ...terminal.telling import tell_end
 from ..base.clock import TrainingClock
 from ..requirements.built import NOISE

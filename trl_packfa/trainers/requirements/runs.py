@@ -21,7 +21,7 @@ from transformers.integrations import integration_utils
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig
 
-from ...adapters import refuse_adapter, refuse_adapters, refuse_quantized
+from ...adapters import refuse_adapter, verdicts_on
 from ...attention import AttentionRequest, get_backend
 from ...config.arguments import FLOAT8, names_head
 from ...config.requirements import Found, Requirement
@@ -312,8 +312,7 @@ MODEL = (
     Requirement(lambda r: (r.load_in_4bit or r.load_in_8bit) and _is_loaded_whole(r.model),
         "load_in_4bit or load_in_8bit is set, but the model is already loaded, without quantization.",
         do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument."),
-    Requirement(lambda r: isinstance(r.model, nn.Module)
-        and (error_of(refuse_adapters, r.model) or error_of(refuse_quantized, r.model)),
+    Requirement(lambda r: isinstance(r.model, nn.Module) and error_of(verdicts_on, r.model),
         "a model with an adapter or a quantization that cannot be packed.", why="[measured](models.md#adapters)"),
     Requirement(_differing_loss,
         "compute_loss_func {found} cannot be packed.",

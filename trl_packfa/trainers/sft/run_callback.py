@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from ...patching.apply import unpadding_of
+from ...patching.state import unpadding_of
 from ...terminal.telling import tell_data, tell_end
 from ..base.clock import TrainingClock
 
