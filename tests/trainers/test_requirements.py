@@ -10,19 +10,16 @@ from training import arguments, packed_trainer, trained
 from trl import SFTConfig
 
 from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
-from trl_packfa.config.requirements import Found, Requirement, Run, require
+from trl_packfa.config.requirements import Found, Requirement, Run, require, where
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
-from trl_packfa.trainers.requirements.built import PATCHED, PRECISION, SAMPLER
-from trl_packfa.trainers.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
-from trl_packfa.trainers.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.requirements.built import BUILT, PATCHED
+from trl_packfa.trainers.requirements.data import DATA
+from trl_packfa.trainers.requirements.runs import LAUNCH, SETUP
 from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.sft.construction import settle_arguments
 
 RUN = Run(SimpleNamespace(size=3), "a trainer")
-EVERY = (
-    *ARGUMENTS, *WITHOUT_PADS, *PATCHED, *PRECISION, *SAMPLER, *DATA, *FORMATS, *IMAGES, *NO_STREAMS, *PACKABLE_DATA,
-    *TEXTS, *HUB, *LAUNCH, *MODEL, *PACKAGES, *SETUP, *TRAINABLE,
-)  # fmt: skip
+EVERY = (*ARGUMENTS, *WITHOUT_PADS, *SETUP, *LAUNCH, *BUILT, *PATCHED)
 
 
 def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
@@ -40,6 +37,13 @@ def test_reasons_that_a_predicate_finds_stand_for_those_of_its_row():
             [Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")], RUN
         )
     assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another"
+
+
+def test_rows_where_a_condition_holds_are_about_those_runs_alone():
+    rows = where(lambda r: r.size > 2, Requirement(lambda r: r.size, "{found} is too much."))
+    with pytest.raises(InvalidConfig, match="3 is too much"):
+        require(rows, RUN)
+    require(rows, Run(SimpleNamespace(size=2), "a trainer"))
 
 
 def test_error_of_another_table_is_raised_as_it_is():
@@ -64,10 +68,10 @@ def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():
 def test_every_row_says_what_to_do_unless_the_error_is_of_another_table():
     """Those of adapters, quantization, model types and shared rows have remedies of their own."""
     assert [row.what for row in EVERY if not row.do] == [
-        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
+        "an adapter that cannot be packed.",
         "a model type that cannot be packed.",
         "a model with an adapter or a quantization that cannot be packed.",
-        "an adapter that cannot be packed.",
+        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
     ]
 
 
@@ -81,7 +85,7 @@ def test_first_examples_are_read_once_and_in_plain_values():
 
     data = Counted(Dataset.from_list([{"input_ids": [5, 6], "text": "5 6"}]).data)
     run = Training(arguments(), "a trainer", given={"train_dataset": data})
-    require((*DATA, *FORMATS, *PACKABLE_DATA), run)
+    require(DATA, run)
     assert len(reads) == 1
     formatted = Training(arguments(), "a trainer", given={"train_dataset": data.with_format("torch")})
     assert formatted.examples == [("train", {"input_ids": [5, 6], "text": "5 6"})]

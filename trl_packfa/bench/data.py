@@ -18,7 +18,7 @@ from ..data.files import load_dataset_dict
 from ..data.tokenizing import tokenized
 from ..errors import InvalidConfig, InvalidDataset
 from ..plan.gather import read_length_list
-from ..trainers.requirements.data import DATA, FORMATS, TEXTS
+from ..trainers.requirements.data import DATA, TEXTS
 from ..trainers.requirements.training import Training
 from .arguments import Setup
 
@@ -124,7 +124,7 @@ def _parts(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]
     if trainer == "sft":
         for name, part in documents.items():
             given = {f"{name}_dataset": part, "processing_class": tokenizer}
-            require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", given=given))
+            require((*DATA, *TEXTS), Training(args, "PackedSFTTrainer", given=given))
         return {name: tokenized(part, tokenizer, args).dataset for name, part in documents.items()}
     from . import preference
 

@@ -20,7 +20,7 @@ from ..data.tokenizing import Tokenized, tokenized, tokenizing_trainer
 from ..data.turns import CONVERSATION, join
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..trainers.requirements.data import DATA, FORMATS, IMAGES, TEXTS
+from ..trainers.requirements.data import DATA, TEXTS
 from ..trainers.requirements.training import Training
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
@@ -81,7 +81,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
         )
     run = Training(args, "PackedSFTTrainer", given={"train_dataset": dataset})
-    require((*DATA, *FORMATS, *(IMAGES if image_columns(dataset) else ())), run)
+    require(DATA, run)
     require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
     if "seq_lengths" in dataset.column_names:
         raise InvalidDataset(

@@ -90,8 +90,7 @@ def read_shape(args: PackedSFTConfig) -> ModelShape | None:
         config = AutoConfig.from_pretrained(
             name, revision=init_kwargs(args).get("revision"), trust_remote_code=args.trust_remote_code
         )
-        if args.packing:
-            require(MODEL, Training(args, "PackedSFTTrainer", model=name))
+        require(MODEL, Training(args, "PackedSFTTrainer", model=name))
         with torch.device("meta"):
             kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
             model = kind.from_config(config, trust_remote_code=args.trust_remote_code)

@@ -13,21 +13,19 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from ...api import patch, patched, unpatch
+from ...api import patch, unpatch
 from ...checking.first_batch import check_padded_call
 from ...comparison import Comparison
-from ...config.arguments import FLOAT8, WITHOUT_PADS
+from ...config.arguments import WITHOUT_PADS
 from ...config.requirements import Run, require
 from ...data.collating import CountingCollator
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...layout.padded_rows import PaddedRows
 from ...parallel.ranks import summed
 from ...patching.apply import all_or_none, find_state, unpadding_of
-from ...patching.inspect import inner_model
 from ...terminal.telling import tell_end
 from ..base.clock import TrainingClock
-from ..requirements.built import NOISE
-from ..requirements.training import Training
+from ..requirements.built import require_images
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +138,7 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                 with trainer.accelerator.autocast():
                     patch(model, unpad=True, **options)
                 if _has_images(trainer):
-                    _require_images(model)
+                    require_images(model)
             except PackingError as error:
                 raise type(error)(
                     f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
@@ -165,31 +163,7 @@ def _require_trainer(trainer: Any) -> None:
     name = type(trainer).__name__
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
-    require((*WITHOUT_PADS, FLOAT8), Run(trainer.args, name))
-
-
-def require_patchable(run: Training, *, unpad: bool) -> None:
-    """Refuse a model that was given as an object and cannot be patched for a run; it is left as it was.
-
-    A run that did not ask for packing is padded then. A model by name is known by its type alone, before it is loaded.
-    """
-    if isinstance(run.model, nn.Module):
-        with patched(run.model, unpad=unpad, **run.args.patch_options):
-            require((NOISE,), run)
-            if unpad and run.images[1]:
-                _require_images(run.model)
-
-
-def _require_images(model: nn.Module) -> None:
-    """Refuse a model that cannot run images without padding."""
-    state = find_state(model)
-    if state is None or state.parts.takes_images:
-        return
-    raise UnsupportedModel(
-        f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",
-        why=["the model finds the places of images in padded rows, or lets their tokens see each other in its mask"],
-        do="Train it padded, by TRL's own trainer.",
-    )
+    require(WITHOUT_PADS, Run(trainer.args, name))
 
 
 def _has_images(trainer: Any) -> bool:

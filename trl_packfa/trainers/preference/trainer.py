@@ -13,25 +13,22 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from ...config.arguments import WITHOUT_PADS
 from ...config.common import CommonConfig
-from ...config.requirements import Run, require
+from ...config.requirements import require
 from ...data.dataset import tell_counts
 from ...data.image_examples import why_images_stay
 from ...data.step_cutting import keep_padded
 from ...data.templates import named_conversations, naming_conversations
-from ...errors import PackingError
 from ...override import set_inside
 from ...packing import MINIBATCH, STEP, Strategy
 from ...parallel.ranks import require_same_documents
 from ...versions import installed_version
 from ..base.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
-from ..padding_free.padding_free import attached_run, require_patchable, run_without_pads
-from ..requirements.built import PRECISION, runs_by_document
-from ..requirements.data import DATA, TEXTS
-from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..padding_free.padding_free import attached_run, run_without_pads
+from ..requirements.built import BUILT, runs_by_document
 from ..requirements.training import Training
 from ..saving.resuming import identity
+from ..settling import settle
 from .cutting import ImagePairCutter, PairPlan, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
@@ -59,25 +56,19 @@ class PackedPreference(RecutSteps):
         model, asked = given["model"], given.get("args")
         is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
         options: Any = {"model": model, "given": given, "formats": self._columns, "takes_images": self._takes_images}
-        run = Training(asked, type(self).__name__, **options)
-        require((*TRAINABLE, *DATA), run)
-        settled = refusal = None
-        try:
-            settled = self._default_config(model) if asked is None else self._config.from_args(asked)
-            run = run.with_args(settled)
-            require(PACKED, run)
-            if not is_asked:
-                require_patchable(run, unpad=True)
-        except PackingError as error:
-            if is_asked:
-                raise
-            refusal = error  # a plain config asks for no packing
+
+        def packed() -> Any:
+            return self._default_config(model) if asked is None else self._config.from_args(asked)
+
+        # A config of TRL's asks for no packing.
+        run, refusal = settle(
+            Training(asked, type(self).__name__, **options), [packed], padded=None if is_asked else lambda: asked
+        )
         if refusal is not None:
             self._tell_padded(refusal)
             return self._construct_padded(given)
-        require((*PACKAGES, *TEXTS), run)
         with self._given_back(given["model"]):
-            self._construct(given, settled)
+            self._construct(given, run.args)
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
@@ -88,7 +79,7 @@ class PackedPreference(RecutSteps):
         with telling_of_targets(given["model"], settled), loading:
             super().__init__(**given)
         require_trained(self.model, given)
-        require(PRECISION, Training(settled, type(self).__name__, model=self.model, trainer=self))
+        require(BUILT, Training(settled, type(self).__name__, model=self.model, trainer=self))
         own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
             self.name_rows(own_collator=own_collator)
@@ -231,10 +222,6 @@ class PreferenceConfig(CommonConfig):
             "choices": ["truncate", "drop", "error"],
         },
     )
-
-    def __post_init__(self) -> None:
-        require(WITHOUT_PADS, Run(self, type(self).__name__))  # before TRL's config looks for liger-kernel
-        super().__post_init__()
 
     def _settle(self) -> None:
         args: Any = self

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import IterableDataset
 from transformers import PretrainedConfig
 
+from ...config.common import CommonConfig
 from ...config.requirements import Run
 from ...data.dataset import without_format
 from ...data.image_rows import image_columns
@@ -52,6 +53,16 @@ class Training(Run):
         return other
 
     @property
+    def is_on_images(self) -> bool:
+        """`True` for SFT on images: its padded batches run without their pads."""
+        return bool(self.is_sft and self.packing and self.images[1])
+
+    @property
+    def packs_rows(self) -> bool:
+        """`True` for SFT on text, whose documents share rows."""
+        return bool(self.is_sft and self.packing) and not self.is_on_images
+
+    @property
     def is_stream(self) -> bool:
         """`True` if the training data is a stream."""
         return isinstance(self.given.get("train_dataset"), IterableDataset)
@@ -68,9 +79,9 @@ class Training(Run):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer or processor with its chat template; `None` if TRL finds its name in the model."""
+        """The tokenizer or processor with its chat template; `None` if TRL finds its name in the model or config."""
         given = self.given.get("processing_class")
-        if given is None and not isinstance(self.model, str):
+        if given is None and not (isinstance(self.model, str) and isinstance(self.args, CommonConfig)):
             return None
         return with_template(given or load_tokenizer(self.model, self.args), self.args)
 

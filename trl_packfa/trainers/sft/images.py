@@ -9,7 +9,6 @@ Shape letters: B rows, L row length, n tokens of a row.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,6 @@ from ...checking.compare import relative_difference
 from ...checking.rounding import last_places_off
 from ...checking.subject import compute_dtype
 from ...comparison import TOLERANCES, Comparison
-from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.batching import FREE
 from ...data.collating import CountedBatch
@@ -36,24 +34,11 @@ from ...packing import STEP
 from ...parallel.ranks import agree
 from ..base.packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
-from ..requirements.data import IMAGES
-from ..requirements.training import Training
 
 logger = get_logger(__name__)
 
 # The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
 ROW_WEIGHTS = "trl_packfa_row_weights"
-
-
-def without_packing(run: Training) -> tuple[PackedSFTConfig, str]:
-    """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
-
-    What rows of images do not have is refused.
-    """
-    require(IMAGES, run)
-    settled = copy.copy(run.args)  # the user's own config stays as it is
-    settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
-    return settled, run.strategy.name
 
 
 class TrainsOnImages(PackedRun, SFTTrainer):

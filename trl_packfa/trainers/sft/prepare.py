@@ -22,7 +22,7 @@ from ...override import set_inside
 from ...packing import PackingReport
 from ...terminal.progress import packing_table
 from ..base.parsing import ColumnChoice, parse
-from ..requirements.data import DATA, FORMATS, TEXTS
+from ..requirements.data import DATA, TEXTS
 from ..requirements.training import Training
 from .script import load_splits
 
@@ -63,7 +63,7 @@ def _prepared(
             "images are processed when they are loaded, and cannot be prepared.", do="Train on the dataset itself."
         )
     given = {f"{name}_dataset": dataset, "processing_class": tokenizer}
-    require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", model=args.model_name_or_path, given=given))
+    require((*DATA, *TEXTS), Training(args, "PackedSFTTrainer", model=args.model_name_or_path, given=given))
     require_whole(dataset, name=name, columns=(*TEXT_COLUMNS, args.dataset_text_field))
     found: list[Tokenized] = []
 

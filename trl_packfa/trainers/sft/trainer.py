@@ -60,8 +60,8 @@ from ...parallel.trainer import ShardedRowsTrainer
 from ...patching import inspect
 from ...patching.describe import describe
 from ..base.model_loading import load_as_asked, require_trained, telling_of_targets
-from ..requirements.built import PATCHED, PRECISION, SAMPLER
-from ..requirements.runs import MODEL, SETUP
+from ..requirements.built import BUILT, PATCHED
+from ..requirements.runs import SETUP
 from ..requirements.training import Training
 from ..saving.checkpoint_files import count_batch, take_losses
 from ..saving.resuming import identity
@@ -179,7 +179,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             collator=data_collator,
             counts_first_labels=not self._loss_shifts_labels,
         )
-        require(PRECISION, self._as_built)
+        require(BUILT, self._as_built)
         if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
             self._head.choose(model)
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
@@ -314,7 +314,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader: the micro-batches of this rank, packed. Those of a stream are cut once read."""
         self._data.batch_size = self.follow_batch_size()
-        require(SAMPLER, self._as_built)
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
@@ -523,7 +522,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
                 why=["the data, the collator and the check were made with the config before"],
                 do="Change fields of trainer.args, or build another trainer.",
             )
-        require((*ARGUMENTS, *SETUP, *MODEL, *PATCHED), self._as_built)
+        require((*ARGUMENTS, *SETUP, *BUILT, *PATCHED), self._as_built)
         assert self._terms is not None, "set up with packing"
         self._terms.balances_experts = self.aux_loss_enabled
         self._pads_rows = self._wants_rows()
