@@ -19,7 +19,7 @@ from trl_packfa.config.requirements import require
 from trl_packfa.data.steps import StepSampler, rank_loader
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
 from trl_packfa.parallel import ranks
-from trl_packfa.trainers.base.model_loading import _tell_idle_gpus, init_kwargs
+from trl_packfa.trainers.loading import _tell_idle_gpus, init_kwargs
 from trl_packfa.trainers.requirements.built import PATCHED
 from trl_packfa.trainers.requirements.runs import asked_parallelism
 from trl_packfa.trainers.requirements.training import Training

@@ -34,7 +34,7 @@ from trl_packfa.cli.main import main
 from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
 from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers.base.parsing import asked_trainer
+from trl_packfa.trainers.parsing import asked_trainer
 from trl_packfa.trainers.preference import cutting
 from trl_packfa.trainers.preference.cutting import PairPlan
 

@@ -20,7 +20,7 @@ from trl_packfa import describe, patch, registered_patches, unpatch
 from trl_packfa.checking import quiet
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patching.bitsandbytes import SWITCH
-from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
+from trl_packfa.trainers.loading import READ_DIRECTLY
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 

@@ -21,7 +21,7 @@ from ..data.flops import compute_dtype
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
 from ..patching.apply import find_state
-from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
+from ..trainers.loading import config_of, init_kwargs, quantization_of
 from ..trainers.sft.trainer import PackedSFTTrainer
 
 FLASH = "flash_attention_2"

@@ -44,7 +44,7 @@ def bench(argv: list[str]) -> int:
 
 def kind_of(argv: list[str]) -> Kind:
     """Return the trainer that the flags or the YAML file select, with its config class."""
-    from ..trainers.base.parsing import asked_trainer
+    from ..trainers.parsing import asked_trainer
     from ..trainers.sft.script import SFT, Kind
 
     # TRL's other trainers take seconds to import, so only the selected one is imported.

@@ -17,8 +17,8 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
-from ..trainers.base.model_loading import init_kwargs
-from ..trainers.base.parsing import ColumnChoice, parse
+from ..trainers.loading import init_kwargs
+from ..trainers.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
 from ..trainers.requirements.training import Training
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing

@@ -15,8 +15,7 @@ from trl import rewards as trl_rewards
 
 from ...config.common import CommonConfig
 from ...errors import InvalidConfig
-from ...override import set_inside
-from ..base.model_loading import load_as_asked, telling_of_targets
+from ..loading import loading_as_asked
 from ..requirements.training import Training
 from ..settling import settle
 from .padding_free import padding_free
@@ -40,9 +39,7 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     run = Training(args, trainer.__name__, model=model, given=given, formats=(("prompt",),))
     settle(run, [lambda: args], padded=None)
-    given |= load_as_asked(model, args, given, asked=args)
-    loading = set_inside(args, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
-    with telling_of_targets(model, args), loading:
+    with loading_as_asked(model, args, given, asked=args):
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 

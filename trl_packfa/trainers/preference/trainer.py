@@ -19,12 +19,12 @@ from ...data.dataset import tell_counts
 from ...data.image_examples import why_images_stay
 from ...data.step_cutting import keep_padded
 from ...data.templates import named_conversations, naming_conversations
-from ...override import set_inside
 from ...packing import MINIBATCH, STEP, Strategy
 from ...parallel.ranks import require_same_documents
 from ...versions import installed_version
-from ..base.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
-from ..padding_free.padding_free import attached_run, run_without_pads
+from ..loading import loading_as_asked, output_dir, require_trained
+from ..padding_free.padding_free import run_without_pads
+from ..padding_free.run import attached_run
 from ..requirements.built import BUILT, runs_by_document
 from ..requirements.training import Training
 from ..saving.resuming import identity
@@ -73,11 +73,8 @@ class PackedPreference(RecutSteps):
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         self.packing_reports, self._measured = {}, {}
-        given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
-        loading = set_inside(settled, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
-        given["args"] = settled
-        with telling_of_targets(given["model"], settled), loading:
-            super().__init__(**given)
+        with loading_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task):
+            super().__init__(**given | {"args": settled})
         require_trained(self.model, given)
         require(BUILT, Training(settled, type(self).__name__, model=self.model, trainer=self))
         own_collator = given.get("data_collator") is not None

@@ -12,12 +12,12 @@ from transformers import PretrainedConfig
 
 from ...config.common import CommonConfig
 from ...config.requirements import Run
-from ...data.dataset import without_format
+from ...data.dataset import named_datasets, without_format
 from ...data.image_rows import image_columns
 from ...data.templates import load_tokenizer, with_template
 from ...errors import PackingError
 from ...patching import inspect
-from ..base.model_loading import config_of, named
+from ..loading import config_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Training(Run):
     @cached_property
     def datasets(self) -> list[tuple[str, Any]]:
         """The datasets with the names that TRL gives them."""
-        return named(self.given.get("train_dataset"), self.given.get("eval_dataset"))
+        return named_datasets(self.given.get("train_dataset"), self.given.get("eval_dataset"))
 
     @cached_property
     def examples(self) -> list[tuple[str, dict[str, Any]]]:

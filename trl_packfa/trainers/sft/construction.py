@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ...config.sft import PackedSFTConfig
 from ...errors import PackingError
-from ..base.model_loading import output_dir
+from ..loading import output_dir
 from ..requirements.training import Training
 from ..settling import settle
 

@@ -32,7 +32,7 @@ from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import CutStep, Part
 from ...packing import STEP
 from ...parallel.ranks import agree
-from ..base.packed_run import HOOKS, PackedRun
+from ..packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
 
 logger = get_logger(__name__)

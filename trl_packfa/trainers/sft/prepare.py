@@ -21,7 +21,7 @@ from ...errors import InvalidConfig, InvalidDataset
 from ...override import set_inside
 from ...packing import PackingReport
 from ...terminal.progress import packing_table
-from ..base.parsing import ColumnChoice, parse
+from ..parsing import ColumnChoice, parse
 from ..requirements.data import DATA, TEXTS
 from ..requirements.training import Training
 from .script import load_splits

@@ -22,7 +22,7 @@ from ...errors import InvalidConfig, InvalidDataset
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, packing_table, plan_table
-from ..base.parsing import TrainerChoice, parse
+from ..parsing import TrainerChoice, parse
 from ..requirements.runs import LAUNCH, SETUP
 from ..requirements.training import Training
 from ..saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message

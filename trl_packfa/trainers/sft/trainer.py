@@ -59,7 +59,7 @@ from ...parallel.ranks import refuse_short_rows, require_same_documents, share_r
 from ...parallel.trainer import ShardedRowsTrainer
 from ...patching import inspect
 from ...patching.describe import describe
-from ..base.model_loading import load_as_asked, require_trained, telling_of_targets
+from ..loading import loading_as_asked, require_trained
 from ..requirements.built import BUILT, PATCHED
 from ..requirements.runs import SETUP
 from ..requirements.training import Training
@@ -149,14 +149,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
-        options |= load_as_asked(model, args, options, asked=asked)
-        loading = set_inside(args, model_init_kwargs=options.pop("model_init_kwargs"))  # the config is the user's
         self._packs, self._own_collator = args.packing, data_collator is not None
-        share_rows(args)
         self.compute_metrics = options["compute_metrics"]
         self._data = PackedData(args, packs_eval=lambda: self._packs_eval)
         self._terms: PaddedTerms | None = None
-        with telling_of_targets(model, args), loading:
+        with loading_as_asked(model, args, options, asked=asked):
+            share_rows(args)
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         require_trained(self.model, options)
         self._gate = CheckGate(self)

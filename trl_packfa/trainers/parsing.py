@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ...data.files import missing_path
-from ...errors import InvalidConfig, PackingError
+from ..data.files import missing_path
+from ..errors import InvalidConfig, PackingError
 
 _FLAG, SFT_NAME = "--trainer", "sft"
 
