@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+import vision
 from datasets import Dataset, IterableDataset
 from training import arguments, packed_trainer, trained
 from trl import SFTConfig
@@ -14,7 +15,7 @@ from trl_packfa.config.requirements import Found, Requirement, Run, require, whe
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
 from trl_packfa.trainers.requirements.built import BUILT, PATCHED
 from trl_packfa.trainers.requirements.data import DATA
-from trl_packfa.trainers.requirements.runs import LAUNCH, SETUP
+from trl_packfa.trainers.requirements.runs import LAUNCH, MACHINE, SETUP
 from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.sft.construction import settle_arguments
 
@@ -113,3 +114,24 @@ def test_a_stream_is_begun_once_before_weights_are_read(tmp_path):
     given = {"train_dataset": stream, "processing_class": tiny.tokenizer()}
     settled, refusal, _ = settle_arguments(tiny.model(layers=1), plain, given)
     assert settled.packing and refusal is None and begun == [1]
+
+
+def test_sft_on_images_is_held_against_rows_of_every_packed_run_and_not_against_those_of_text():
+    on_the_fly = vision.prompts().with_transform(lambda batch: batch)
+    given = {"train_dataset": on_the_fly, "compute_metrics": print}
+    run = Training(arguments(eval_packing=True), "a trainer", given=given)
+    assert run.is_on_images and not run.packs_rows
+    require((*DATA, *MACHINE), run)
+    texts = Training(run.args, "a trainer", given={**given, "train_dataset": Dataset.from_list([{"text": "5 6"}])})
+    with pytest.raises(InvalidConfig, match="compute_metrics with eval_packing=True"):
+        require((*DATA, *MACHINE), texts)
+    dispatched = arguments(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        require(MACHINE, run.with_args(dispatched))
+
+
+def test_command_that_has_loaded_no_data_refuses_nothing_that_holds_for_text_alone():
+    args = arguments(sequence_parallel=2)
+    with pytest.raises(InvalidConfig, match="does not divide the number of processes"):
+        require(MACHINE, Training(args, "a trainer"))
+    require(MACHINE, Training(args, "a command", knows_data=False))

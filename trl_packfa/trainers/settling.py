@@ -16,12 +16,12 @@ from .requirements.training import Training
 
 
 def settle(
-    asked: Training, packed: Iterable[Callable[[], Any]], *, padded: Callable[[], Any] | None
+    run: Training, packed: Iterable[Callable[[], Any]], *, padded: Callable[[], Any] | None
 ) -> tuple[Training, PackingError | None]:
     """Return the run with the first config that meets the requirements, and the error that explains why it is padded.
 
     Args:
-        asked ([`Training`]):
+        run ([`Training`]):
             The run with the arguments of the user.
         packed (`Iterable[Callable]`):
             Functions that make the config of a packed run. The best one comes first.
@@ -32,10 +32,10 @@ def settle(
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
     """
-    run, refusal = asked, None
+    refusal = None
     for make in packed:
         try:
-            run = run.with_args(make())  # not of `asked`, so that data is read once
+            run = run.with_args(make())
             require(SETUP, run)
             if padded is not None:
                 _require_patchable(run)

@@ -178,13 +178,6 @@ DATA = (
     Requirement(_wrong_columns,
         "the {found[0]} dataset has columns {found[1]}; {r.name} cannot train on them.",
         why="wanted: {found[2]}", do="{found[3]}", error=InvalidDataset),
-    Requirement(_no_format,
-        "the {found[0]} dataset has columns {found[1]}, which is no TRL format.",
-        why="wanted: '{r.dataset_text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'",
-        do="{found[2]}", error=InvalidDataset),
-    Requirement(_wrong_values,
-        "column '{found[1][0]}' of the {found[0]} dataset holds {found[1][1]}, expected {found[1][2]}.",
-        do="Convert the column before training.", error=InvalidDataset),
     *where(lambda r: r.packing,
         Requirement(lambda r: r.is_stream and _other_policy(r),
             "overflow='{r.overflow}' with a stream.",
@@ -240,6 +233,14 @@ DATA = (
             "loss_by='{found}' has no effect on images (column '{r.images[1]}').",
             why="TRL's collator of images drops other columns", do="Drop it."),
     ),
+    # Of SFT. Its rows may be anything if a collator of the user takes them, so the collator is tried before.
+    Requirement(_no_format,
+        "the {found[0]} dataset has columns {found[1]}, which is no TRL format.",
+        why="wanted: '{r.dataset_text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'",
+        do="{found[2]}", error=InvalidDataset),
+    Requirement(_wrong_values,
+        "column '{found[1][0]}' of the {found[0]} dataset holds {found[1][1]}, expected {found[1][2]}.",
+        do="Convert the column before training.", error=InvalidDataset),
 )  # fmt: skip
 
 # Of the tokenizer, which is loaded for them.

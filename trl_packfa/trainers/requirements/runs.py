@@ -63,7 +63,7 @@ def _missing_backend(run: Training) -> Any:
     return reasons and Found(run.attention_backend, reasons)
 
 
-def asked_parallelism(args: Any, model: Any = None) -> dict[str, int]:
+def parallel_sizes(args: Any, model: Any = None) -> dict[str, int]:
     """Read the parallel sizes that arguments, accelerate's environment, DeepSpeed's config or a loaded model have."""
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -84,7 +84,7 @@ def asked_parallelism(args: Any, model: Any = None) -> dict[str, int]:
 
 
 def _divided(run: Training) -> Any:
-    found = {name: size for name, size in asked_parallelism(run.args, run.model).items() if size > 1}
+    found = {name: size for name, size in parallel_sizes(run.args, run.model).items() if size > 1}
     return found and Found(", ".join(f"{name}={size}" for name, size in found.items()), [_DIVIDED[n] for n in found])
 
 
@@ -183,7 +183,8 @@ def _without_flash(run: Training) -> str:
 
 def _is_unenforced(run: Training) -> bool:
     """Tell whether a plain `SFTConfig` asks for `padding_free` with a `max_length`, and not for packing."""
-    plain = run.asked if isinstance(run.asked, SFTConfig) and not isinstance(run.asked, type(run.args)) else None
+    given = run.user_args
+    plain = given if isinstance(given, SFTConfig) and not isinstance(given, type(run.args)) else None
     return plain is not None and plain.padding_free and not plain.packing and plain.max_length is not None
 
 

@@ -26,9 +26,10 @@ class Training(Run):
 
     model: Any = None  # a name or a model
     given: Mapping[str, Any] = field(default_factory=dict)
-    asked: Any = None  # the config that the user has passed
+    user_args: Any = None  # the config that the user has passed
     formats: tuple[tuple[str, ...], ...] = ()  # of columns that a preference trainer takes
     takes_images: bool = True
+    knows_data: bool = True  # `False` before a command has loaded it
     trainer: Any = None
 
     @cached_property
@@ -59,8 +60,8 @@ class Training(Run):
 
     @property
     def packs_rows(self) -> bool:
-        """`True` for SFT on text, whose documents share rows."""
-        return bool(self.is_sft and self.packing) and not self.is_on_images
+        """`True` for SFT on text, whose documents share rows; `False` if the data is not known."""
+        return bool(self.is_sft and self.packing and self.knows_data) and not self.is_on_images
 
     @property
     def is_stream(self) -> bool:

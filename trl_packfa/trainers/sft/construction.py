@@ -34,8 +34,8 @@ def settle_arguments(
     is_asked = _asks_for_packing(args)
     packed = [make] if is_asked else [partial(make, packing_strategy=name) for name in ("step", "minibatch")]
     padded = None if is_asked else partial(make, packing=False, use_peft=False)  # what TRL would train
-    asked = Training(args, "PackedSFTTrainer", model=model, given=given, asked=args)
-    run, refusal = settle(asked, packed, padded=padded)
+    run = Training(args, "PackedSFTTrainer", model=model, given=given, user_args=args)
+    run, refusal = settle(run, packed, padded=padded)
     if not run.is_on_images:
         return run.args, refusal, None
     settled = copy.copy(run.args)  # the user's own config stays as it is

@@ -103,7 +103,7 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
 
 def _ask_first(args: Any, kind: Kind) -> str | None:
     """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
-    run = Training(args, kind.config.__name__, model=_require_model(args))
+    run = Training(args, kind.config.__name__, model=_require_model(args), knows_data=False)
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
     require((*SETUP, *LAUNCH), run)  # the trainer repeats it with the data
     said = resuming_message(checkpoint) if checkpoint else _from_zero_message(args.output_dir)
