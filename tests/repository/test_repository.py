@@ -44,8 +44,8 @@ FLOORS = [
     "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
     "checking", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.clock",
-    "trainers.parsing", "trainers.loading", "trainers.merging", "trainers.packed_run", "trainers.requirements",
-    "trainers.settling", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
+    "trainers.parsing", "trainers.loading", "trainers.merging", "trainers.requirements", "trainers.settling",
+    "trainers.packed_run", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
 ]  # fmt: skip
 FACE = ("package",)  # the public names of `trl_packfa`, which load any of the trainers

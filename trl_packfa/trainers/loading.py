@@ -185,19 +185,20 @@ def _listed(params: Any) -> list[Any]:
 
 
 @contextmanager
-def loading_as_asked(
+def loading_as_configured(
     model: str | PreTrainedModel | PeftModel,
     args: CommonConfig,
     given: dict[str, Any],
     *,
-    asked: TrainingArguments | None,
+    user_args: TrainingArguments | None,
     task: str | None = None,
 ) -> Iterator[None]:
     """Let TRL load and adapt the model as the arguments say, inside a `with` block.
 
     `given`, the trainer's arguments, gets `quantization_config` and `peft_config`; those of the user win, and a model
     whose parameters an optimizer of the user holds gets no adapter. For the block the config has the
-    `model_init_kwargs` of a model by name. `asked` is the config that the user passed, `task` the adapter's task type.
+    `model_init_kwargs` of a model by name. `user_args` is the config that the user passed, `task` the adapter's
+    task type.
 
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
@@ -223,11 +224,11 @@ def loading_as_asked(
         if adapter is not None:
             if task is not None:
                 adapter.task_type = task
-            if not isinstance(asked, type(args)):  # the user passed no config of ours
+            if not isinstance(user_args, type(args)):  # the user passed no config of ours
                 logger.warning(
                     "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) "
                     "trains all parameters.",
-                    "no config" if asked is None else f"a plain {type(asked).__name__}",
+                    "no config" if user_args is None else f"a plain {type(user_args).__name__}",
                     type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
                 )  # fmt: skip
     if said := args.settle_learning_rate(adapts=adapter is not None or isinstance(model, PeftModel)):

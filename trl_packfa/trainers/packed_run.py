@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 
 from ..api import unpatch
 from ..checking import CheckReport
+from ..config.common import CommonConfig
+from ..config.requirements import require
 from ..data.collating import CountedBatch
 from ..data.dataset import named_datasets
 from ..data.image_rows import NamingCollator, NumberedRows, look_at_images
@@ -43,6 +45,9 @@ from ..packing import PackedBatchSampler, PackingReport
 from ..parallel.ranks import agree, from_main_rank, summed
 from ..patching import inspect
 from ..patching.apply import find_state, restore_patch
+from .loading import loading_as_configured, require_trained
+from .requirements.built import BUILT
+from .requirements.training import Training
 from .saving.card import add_section, name_base, packing_section
 from .saving.checkpoint_files import (
     PACKING_REPORT,
@@ -96,7 +101,7 @@ class PackedRun(Base):
     _cutter: Any = None
 
     @contextmanager
-    def _given_back(self, model: Any) -> Iterator[None]:
+    def _undone_if_refused(self, model: Any) -> Iterator[None]:
         """Leave a model that a caller gave as it was if the run is refused in a `with` block, once it is built."""
         own = model if isinstance(model, nn.Module) else nn.Module()
         trained, before, given = [(p, p.requires_grad) for p in own.parameters()], find_state(own), dict(vars(self))
@@ -114,6 +119,26 @@ class PackedRun(Base):
             for parameter, trains in trained:
                 parameter.requires_grad_(trains)
             raise
+
+    def _build(
+        self, model: Any, args: CommonConfig, given: dict[str, Any], *, user_args: Any, task: str | None = None
+    ) -> None:
+        """Run TRL's `__init__` with the model loaded and adapted as the config says; refuse a model that does not fit.
+
+        `given` are the trainer's other arguments, `user_args` is the config that the user passed; see
+        [`loading_as_configured`].
+        """
+        with loading_as_configured(model, args, given, user_args=user_args, task=task):
+            super().__init__(**given | {"model": model, "args": args})
+        require_trained(self.model, given)
+        if args.packing:
+            require(BUILT, self._as_built)
+
+    @property
+    def _as_built(self) -> Training:
+        """The run as it is now."""
+        given = {"compute_loss_func": self.compute_loss_func, "compute_metrics": self.compute_metrics}
+        return Training(self.args, type(self).__name__, model=self.model, given=given, trainer=self)
 
     def _tell_padded(self, refusal: PackingError) -> None:
         """Say why a run that did not ask for packing is padded."""

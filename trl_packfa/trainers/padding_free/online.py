@@ -15,7 +15,7 @@ from trl import rewards as trl_rewards
 
 from ...config.common import CommonConfig
 from ...errors import InvalidConfig
-from ..loading import loading_as_asked
+from ..loading import loading_as_configured
 from ..requirements.training import Training
 from ..settling import settle
 from .padding_free import padding_free
@@ -39,7 +39,7 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     run = Training(args, trainer.__name__, model=model, given=given, formats=(("prompt",),))
     settle(run, [lambda: args], padded=None)
-    with loading_as_asked(model, args, given, asked=args):
+    with loading_as_configured(model, args, given, user_args=args):
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 

@@ -14,7 +14,6 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from ...config.common import CommonConfig
-from ...config.requirements import require
 from ...data.dataset import tell_counts
 from ...data.image_examples import why_images_stay
 from ...data.step_cutting import keep_padded
@@ -22,10 +21,10 @@ from ...data.templates import named_conversations, naming_conversations
 from ...packing import MINIBATCH, STEP, Strategy
 from ...parallel.ranks import require_same_documents
 from ...versions import installed_version
-from ..loading import loading_as_asked, output_dir, require_trained
+from ..loading import output_dir, require_trained
 from ..padding_free.padding_free import run_without_pads
 from ..padding_free.run import attached_run
-from ..requirements.built import BUILT, runs_by_document
+from ..requirements.built import runs_by_document
 from ..requirements.training import Training
 from ..saving.resuming import identity
 from ..settling import settle
@@ -53,30 +52,29 @@ class PackedPreference(RecutSteps):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
-        model, asked = given["model"], given.get("args")
-        is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
+        model, user_args = given["model"], given.get("args")
+        is_asked = isinstance(user_args, self._config) or bool(getattr(user_args, "padding_free", False))
         options: Any = {"model": model, "given": given, "formats": self._columns, "takes_images": self._takes_images}
 
         def packed() -> Any:
-            return self._default_config(model) if asked is None else self._config.from_args(asked)
+            return self._default_config(model) if user_args is None else self._config.from_args(user_args)
 
         # A config of TRL's asks for no packing.
         run, refusal = settle(
-            Training(asked, type(self).__name__, **options), [packed], padded=None if is_asked else lambda: asked
+            Training(user_args, type(self).__name__, **options),
+            [packed],
+            padded=None if is_asked else lambda: user_args,
         )
         if refusal is not None:
             self._tell_padded(refusal)
             return self._construct_padded(given)
-        with self._given_back(given["model"]):
+        with self._undone_if_refused(given["model"]):
             self._construct(given, run.args)
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         self.packing_reports, self._measured = {}, {}
-        with loading_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task):
-            super().__init__(**given | {"args": settled})
-        require_trained(self.model, given)
-        require(BUILT, Training(settled, type(self).__name__, model=self.model, trainer=self))
+        self._build(given["model"], settled, given, user_args=given.get("args"), task=self._task)
         own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
             self.name_rows(own_collator=own_collator)
