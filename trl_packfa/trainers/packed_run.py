@@ -99,6 +99,8 @@ class PackedRun(Base):
     _packs: bool
     _identity: Any
     _cutter: Any = None
+    cut_reason = ""  # why steps are not re-cut
+    _own_collator = False  # whether the user's data collator makes the batches
 
     @contextmanager
     def _undone_if_refused(self, model: Any) -> Iterator[None]:
@@ -238,12 +240,12 @@ class PackedRun(Base):
         if tokens or "num_tokens" in self._metrics["train"]:
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
-    def name_rows(self, *, own_collator: bool) -> None:
+    def name_rows(self) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
             look_at_images(dataset, name=name, requires_images=in_parts)
-        if not own_collator:
+        if not self._own_collator:
             self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
@@ -300,7 +302,7 @@ class PackedRun(Base):
         """Settle again what may have changed since construction. Stock trainers read it when they use it."""
         if self._cutter is not None and (why := self._why_kept()):
             keep_padded(self.args, why)
-            self._cutter = None
+            self._cutter, self.cut_reason = None, why
 
     def _before_training(self) -> AbstractContextManager[Any]:
         """Return the context in which TRL trains."""

@@ -48,7 +48,6 @@ class PackedPreference(RecutSteps):
     _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
-    cut_reason = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
@@ -74,13 +73,13 @@ class PackedPreference(RecutSteps):
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         self.packing_reports, self._measured = {}, {}
+        self._own_collator = given.get("data_collator") is not None
         self._build(given["model"], settled, given, user_args=given.get("args"), task=self._task)
-        own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
-            self.name_rows(own_collator=own_collator)
+            self.name_rows()
         self._run_without_pads()
         if settled.strategy.recuts_steps:
-            self._choose_cut(own_collator=own_collator)
+            self._choose_cut()
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
@@ -98,14 +97,9 @@ class PackedPreference(RecutSteps):
         """Patch every model of the trainer to run without padding."""
         run_without_pads(self, check_first_batch=self.args.check_packing, **self.args.patch_options)
 
-    def _choose_cut(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`."""
-        if not isinstance(self.train_dataset, Dataset):
-            self.cut_reason = "the pairs of a stream are not known before they are read"
-        elif own_collator:
-            self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
-        else:
-            self.cut_reason = self._why_kept()
+    def _choose_cut(self) -> None:
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason, and keep it."""
+        self.cut_reason = self._why_kept()
         if self.cut_reason:
             keep_padded(self.args, self.cut_reason)
         elif self._is_vision_dataset:
@@ -115,6 +109,10 @@ class PackedPreference(RecutSteps):
             require_same_documents(self.accelerator, self._cutter.lengths)
 
     def _why_kept(self) -> str:
+        if not isinstance(self.train_dataset, Dataset):
+            return "the pairs of a stream are not known before they are read"
+        if self._own_collator:
+            return "data_collator makes the batches, and they may depend on which pairs are together"
         if hook := super()._why_kept():
             return hook
         if getattr(self, "aux_loss_enabled", False):
@@ -124,11 +122,6 @@ class PackedPreference(RecutSteps):
         if self.neftune_noise_alpha is not None and runs_by_document(self.model):
             return "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         return self._why_not_cut()
-
-    def _settle_late(self) -> None:
-        if self._cutter is not None:
-            self.cut_reason = self._why_kept()
-        super()._settle_late()
 
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""

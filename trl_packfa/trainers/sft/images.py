@@ -47,19 +47,19 @@ class TrainsOnImages(PackedRun, SFTTrainer):
     _tokenizer: Any
     _recut_is_checked = False
 
-    def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
+    def run_images_without_pads(self, strategy: str) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps."""
         args: PackedSFTConfig = self.args
-        self.name_rows(own_collator=own_collator)
+        self.name_rows()
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
         if strategy != STEP.name:
             return
-        if why := self._why_images_stay(own_collator=own_collator):
+        if why := self._why_images_stay():
             keep_padded(args, why)
         else:
             self._cutter = ImageCutter(self)
 
-    def _why_images_stay(self, *, own_collator: bool) -> str:
+    def _why_images_stay(self) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
         args: PackedSFTConfig = self.args
         # Examples stay on their rank, and rows are weighted where the loss is a mean over each padded micro-batch.
@@ -73,14 +73,12 @@ class TrainsOnImages(PackedRun, SFTTrainer):
         weighted = args.loss_type == "nll" and not args.label_smoothing_factor and args.loss_weighting == "token"
         if not (self.model_accepts_loss_kwargs or weighted):
             return "the model's forward takes no num_items_in_batch, and the loss is not a sum over trained tokens"
-        if own_collator:
+        if self._own_collator:
             return "data_collator makes the batches, and they may depend on which examples are together"
         return why_images_stay(self.model, self.neftune_noise_alpha)
 
     def _why_kept(self) -> str:
-        if isinstance(self._cutter, ImageCutter):
-            return self._why_images_stay(own_collator=False)
-        return super()._why_kept()
+        return self._why_images_stay() if isinstance(self._cutter, ImageCutter) else super()._why_kept()
 
     def check_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""

@@ -3,12 +3,12 @@
 The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
 calls the part that does the work:
 
-    construction            settles arguments and refuses invalid ones before data or weights are read
+    construction, settling  choose the config, and refuse before weights are read what the requirements exclude
     PackedRun               builds the trainer or the padded one, resumes, saves whole checkpoints and cards
     PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
     StepPlan, StreamCutter  cut the documents of an optimizer step into micro-batches
     LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
-    CheckGate           runs the check before the first step
+    CheckGate               runs the check before the first step
     SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
 """
 
@@ -140,7 +140,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         with self._undone_if_refused(model):
             self._construct(model, settled, user_args=args, **given)
         if on_images is not None:
-            self.run_images_without_pads(on_images, own_collator=data_collator is not None)
+            self.run_images_without_pads(on_images)
 
     def _construct(
         self,
