@@ -34,7 +34,7 @@ from trl_packfa.candidates import get_patch
 from trl_packfa.patches.measured import results
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.bitsandbytes import unconverted
-from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
+from trl_packfa.trainers.loading import READ_DIRECTLY
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
 

@@ -24,8 +24,8 @@ from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patches.measured import COMPOSITES
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import text_decoder
+from trl_packfa.patching.state import find_state
 
 # Limits of a relative difference in float32, for logits and for gradients.
 _LOGITS, _GRADIENTS = 1e-4, 3e-4

@@ -28,8 +28,9 @@ from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.patches.measured import RESULTS, fingerprint, interface_fingerprint
-from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import model_type
+from trl_packfa.patching.state import find_state
 from trl_packfa.versions import installed_version
 
 _LENGTHS = (13, 1, 29, 7)

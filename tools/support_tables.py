@@ -19,9 +19,9 @@ from trl_packfa.adapters.table import EXACT
 from trl_packfa.cli.models import HEADS, number
 from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
 from trl_packfa.patches.measured import composites, encoders, results, training
-from trl_packfa.trainers.requirements.built import PATCHED, PRECISION, SAMPLER
-from trl_packfa.trainers.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
-from trl_packfa.trainers.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.requirements.built import BUILT, PATCHED
+from trl_packfa.trainers.requirements.data import DATA, TEXTS
+from trl_packfa.trainers.requirements.runs import LAUNCH, MACHINE, MODEL
 
 Results = Mapping[str, Mapping[str, Any]]
 Answer = TypeVar("Answer", str, tuple[str, str])
@@ -245,14 +245,13 @@ def adapter_table(kinds: Results) -> str:
     return "\n".join(lines)
 
 
-# Rows of what a run requires, by what they are about.
+# Rows of what a run requires, by what must be known for them.
 _REQUIREMENTS = {
     "Arguments": ARGUMENTS,
-    "Several processes, packages, the trainer's other arguments": (*TRAINABLE, *SETUP, *PACKAGES, *LAUNCH, *HUB),
-    "Data": (*DATA, *NO_STREAMS, *FORMATS, *TEXTS, *PACKABLE_DATA),
-    "SFT on images": IMAGES,
-    "Trainers that run padded batches without their pads": WITHOUT_PADS,
-    "The model": (*MODEL[1:], *PRECISION, *PATCHED, *SAMPLER),
+    "Arguments of trainers that run padded batches without their pads": WITHOUT_PADS,
+    "Several processes, packages, the trainer's other arguments": (*MACHINE, *LAUNCH),
+    "Data": (*DATA, *TEXTS),
+    "The model": (*MODEL, *BUILT, *PATCHED),
 }
 
 

@@ -29,7 +29,7 @@ from trl_packfa.errors import PackingError, first_line
 from trl_packfa.kernels.lm_head.chunked import Head
 from trl_packfa.patches.measured import TRAINING, results
 from trl_packfa.patching.inspect import inner_model
-from trl_packfa.trainers.base.model_loading import default_adapter
+from trl_packfa.trainers.loading import default_adapter
 
 # What trains: all weights, or the adapter that the trainer adds by itself.
 WAYS: dict[str, dict[str, Any]] = {"full": {"use_peft": False}, "lora": {"lora_dropout": 0.0}}

@@ -191,8 +191,9 @@ def _misfit(model: nn.Module, name: str, error: Exception) -> UnsupportedModel:
 
 
 def _require_exact(model: nn.Module, state: PatchState) -> None:
-    _require_weights(model)
-    if state.unpadding is not None:
+    if state.unpadding is None:
+        _require_weights(model)
+    else:
         _require_unpadded(model, state)
         if state.parts.padded_only:  # the check of packed rows compares logits of an LM head
             return

@@ -13,7 +13,7 @@ from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import PackedCall, find_layout, packed_call
 from trl_packfa.override import override_in
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 LAYER = "model.layers.2.self_attn"
 

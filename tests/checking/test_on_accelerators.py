@@ -20,9 +20,9 @@ from trl_packfa.checking.documents import LONG, SHORT, long_lengths
 from trl_packfa.checking.runs import Arrangement
 from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import max_positions
 from trl_packfa.patching.parts import find_backbone
+from trl_packfa.patching.state import find_state
 
 MODEL = {"layers": 2, "max_position_embeddings": 1024}
 

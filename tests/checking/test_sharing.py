@@ -11,7 +11,7 @@ from trl_packfa.checking import check_unpadding
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.shared_prefix import TokenGather
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 
 def shared(model):

@@ -15,8 +15,9 @@ from trl_packfa.checking.unpadding import PaddedProbe
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
-from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.rotary import RotaryOverride
+from trl_packfa.patching.state import find_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -113,7 +113,7 @@ def test_tokens_are_counted_once(saved, monkeypatch):
 @pytest.mark.parametrize(("more", "told"), [
     ([], "is not empty"),
     (["--packing", "false", "--output_dir", "NEW"], "TRL prepares padded data itself"),
-    (["--dataset_streaming", "true", "--output_dir", "NEW"], "a stream cannot be prepared"),
+    (["--dataset_streaming", "true", "--output_dir", "NEW"], "the train dataset is a stream"),
 ])  # fmt: skip
 def test_what_cannot_be_prepared_is_refused(saved, more, told, capsys):
     folder = prepared(saved)

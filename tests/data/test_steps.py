@@ -157,9 +157,13 @@ def test_without_a_sampler_rows_come_in_their_order(tmp_path):
 
 def test_a_sampler_that_cannot_be_honoured_is_refused(tmp_path):
     mine = type("Mine", (Own, PackedSFTTrainer), {})
-    trainer = packed_trainer(arguments(out=tmp_path, packing_strategy="bfd", max_length=64), cls=mine)
+    args = arguments(out=tmp_path, packing_strategy="bfd", max_length=64)
     with pytest.raises(InvalidConfig, match="'bfd' has no use for a sampler: _get_train_sampler of Mine"):
-        trainer.get_train_dataloader()
+        packed_trainer(args, cls=mine)
+    trainer = packed_trainer(args)
+    trainer._get_train_sampler = lambda *_: None
+    with pytest.raises(InvalidConfig, match="'bfd' has no use for a sampler: _get_train_sampler of PackedSFT"):
+        trainer.train()
     endless = type("Endless", (PackedSFTTrainer,), {"_get_train_sampler": lambda self, *_: iter(range(8))})
     with pytest.raises(InvalidConfig, match=r"has no length(.|\n)*Give it a __len__"):
         packed_trainer(arguments(out=tmp_path), cls=endless).get_train_dataloader()

@@ -25,7 +25,7 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
 from trl_packfa.layout import prefix_tree, shared_rows
 from trl_packfa.layout.prefix_tree import PrefixTree
 from trl_packfa.layout.shared_rows import tree_of
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 from trl_packfa.patching.unpadding import Unpadding
 
 TURNS = 3

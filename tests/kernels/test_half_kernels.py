@@ -10,7 +10,7 @@ from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention import AttentionArguments, get_backend
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])

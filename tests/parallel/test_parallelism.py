@@ -19,9 +19,9 @@ from trl_packfa.config.requirements import require
 from trl_packfa.data.steps import StepSampler, rank_loader
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
 from trl_packfa.parallel import ranks
-from trl_packfa.trainers.base.model_loading import _tell_idle_gpus, init_kwargs
+from trl_packfa.trainers.loading import _tell_idle_gpus, init_kwargs
 from trl_packfa.trainers.requirements.built import PATCHED
-from trl_packfa.trainers.requirements.runs import asked_parallelism
+from trl_packfa.trainers.requirements.runs import parallel_sizes
 from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.saving.checkpoint_files import PACKING_REPORT, last_whole_checkpoint, read_progress
 
@@ -45,7 +45,7 @@ def test_divided_rows_and_layers_are_refused(tmp_path, monkeypatch, size, reason
 
 def test_data_parallelism_is_no_division(tmp_path):
     config = ParallelismConfig(dp_shard_size=2)
-    assert set(asked_parallelism(arguments(out=tmp_path, parallelism_config=config)).values()) == {1}
+    assert set(parallel_sizes(arguments(out=tmp_path, parallelism_config=config)).values()) == {1}
 
 
 @pytest.mark.parametrize("kwargs", [{"tp_size": 2}, {"distributed_config": {"tp_size": 2}}])

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING
 from trl_packfa import describe, patch, unpatch
 from trl_packfa.errors import PackingError
 from trl_packfa.layout.blocks import Blocks
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
 from trl_packfa.patching.mask_rules import blocks_in_rule
+from trl_packfa.patching.state import find_state
 
 # Gemma 3: in all layers. PaliGemma: a prefix with its image. Gemma 4: in sliding layers only. Molmo 2: all images of a
 # row see each other.

@@ -15,7 +15,7 @@ from trl_packfa.checking.first_batch import compare_padded_batch
 from trl_packfa.errors import PackingError
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 IMAGE = tiny.VOCAB - 1
 TEXT = {

@@ -15,8 +15,8 @@ from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.override import override_in
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
+from trl_packfa.patching.state import find_state
 from trl_packfa.patching.unpadding import SpanLossOverride
 
 LENGTHS = (9, 3, 14, 1)

@@ -20,8 +20,9 @@ from trl_packfa.errors import NoBackend, PackingError
 from trl_packfa.override import override_in
 from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.registry import registered_patches
-from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.packed_attention import masked_by_choice
+from trl_packfa.patching.state import find_state
 
 BACKENDS = ["sdpa", "reference"]
 every_architecture = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -26,7 +26,8 @@ from trl_packfa.patches.base import (
     StackPatch,
 )
 from trl_packfa.patches.registry import registered_patches
-from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.state import find_state
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 # A type of every level: rewritten attention, transformers' interface, recurrent state, document by document.
 TYPES = ("llama", "gemma2", "bloom", "mixtral", "qwen3_next", "mamba2", "roformer")

@@ -16,7 +16,7 @@ from trl_packfa.errors import InvalidConfig
 from trl_packfa.packing import PackingReport
 from trl_packfa.patches import registry
 from trl_packfa.patches.base import InterfacePatch
-from trl_packfa.trainers.base.packed_run import PackedRun
+from trl_packfa.trainers.packed_run import PackedRun
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(

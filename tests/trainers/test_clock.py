@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trl_packfa.trainers.base import clock
-from trl_packfa.trainers.base.clock import TrainingClock
+from trl_packfa.trainers import clock
+from trl_packfa.trainers.clock import TrainingClock
 
 
 class Counting(TrainingClock):

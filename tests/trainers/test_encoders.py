@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from trl_trainers import train
 
 import trl_packfa
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 # `ENCODER_STEPS=50` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("ENCODER_STEPS", "4"))

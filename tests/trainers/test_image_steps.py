@@ -169,14 +169,16 @@ def test_where_a_cut_would_change_the_loss_micro_batches_stay(tmp_path, caplog):
     with pytest.raises(InvalidConfig, match=rf"max_tokens_per_microbatch=99 has no effect(?s:.*){reason}"):
         build(tmp_path, neftune_noise_alpha=5.0, max_tokens_per_microbatch=99)
     trainer.neftune_noise_alpha = None
-    assert trainer._why_images_stay(own_collator=False) == ""
-    assert "data_collator" in trainer._why_images_stay(own_collator=True)
+    assert trainer._why_images_stay() == ""
+    trainer._own_collator = True
+    assert "data_collator" in trainer._why_images_stay()
+    trainer._own_collator = False
     trainer.model.model.multi_modal_projector.norm = nn.BatchNorm1d(4)
-    assert "projector.norm' is a batch norm" in trainer._why_images_stay(own_collator=False)
+    assert "projector.norm' is a batch norm" in trainer._why_images_stay()
     trainer.model_accepts_loss_kwargs, trainer.args.loss_type = False, "dft"
-    assert "takes no num_items_in_batch" in trainer._why_images_stay(own_collator=False)
+    assert "takes no num_items_in_batch" in trainer._why_images_stay()
     trainer.aux_loss_enabled = True
-    assert "auxiliary loss" in trainer._why_images_stay(own_collator=False)
+    assert "auxiliary loss" in trainer._why_images_stay()
 
 
 def test_what_has_no_effect_on_images_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from trl_trainers import beyond, run, train
 
 import trl_packfa
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 # `IMAGE_STEPS=50` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("IMAGE_STEPS", "4"))

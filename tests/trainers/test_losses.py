@@ -19,8 +19,8 @@ from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.data.batching import FREE, KEPT, TOGETHER
 from trl_packfa.data.step_cutting import Origins, how_to_cut
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.neftune import EmbeddingNoise
+from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.sft import loss_terms
 
 PLAIN = {

@@ -19,8 +19,8 @@ from trl_trainers import build_packed
 
 from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
 from trl_packfa.parallel import ranks
-from trl_packfa.trainers.base.packed_run import LOCK, only_run_in
 from trl_packfa.trainers.saving.checkpoint_files import last_whole_checkpoint
+from trl_packfa.trainers.saving.lock import LOCK, only_run_in
 from trl_packfa.trainers.sft.throughput import LossWatch, memory_advice
 
 ONE_STEP = {"max_steps": 2, "check_packing": False}

@@ -33,8 +33,8 @@ from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, Packe
 from trl_packfa.cli.main import main
 from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
-from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers.base.parsing import asked_trainer
+from trl_packfa.patching.state import find_state
+from trl_packfa.trainers.parsing import trainer_name
 from trl_packfa.trainers.preference import cutting
 from trl_packfa.trainers.preference.cutting import PairPlan
 
@@ -334,8 +334,8 @@ def test_the_command_line_trains_them(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "truncated" in told and (tmp_path / "out" / "adapter_model.safetensors").exists()
     assert (tmp_path / "out" / "packing_report.json").exists()
-    assert asked_trainer(["--trainer=dpo"]) == "dpo" and asked_trainer(["--trainer", "reward"]) == "reward"
-    assert asked_trainer([]) == asked_trainer(["--trainer", "ppo"]) == "sft"
+    assert trainer_name(["--trainer=dpo"]) == "dpo" and trainer_name(["--trainer", "reward"]) == "reward"
+    assert trainer_name([]) == trainer_name(["--trainer", "ppo"]) == "sft"
     assert kind_of([]).trainer is trl_packfa.PackedSFTTrainer
     with pytest.raises(SystemExit):
         main(["train", "--trainer", "ppo"])

@@ -1,7 +1,6 @@
 """`padding_free(trainer)`: TRL's own trainers, unmodified, train as they did, without padding."""
 
 import copy
-import sys
 
 import pytest
 import tiny
@@ -17,7 +16,7 @@ from trl_trainers import EXPERIMENTAL, STABLE, beyond, build, differences, encod
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.layout import padded_rows
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.padding_free.padding_free import models_of
 
 # Which models each of them runs besides the policy.
@@ -192,7 +191,7 @@ def test_padding_free_called_again_takes_the_new_arguments(tmp_path):
 def test_evaluation_is_no_training(tmp_path, monkeypatch):
     """Neither its time nor its pads are counted."""
     clock = [0.0]
-    monkeypatch.setattr(sys.modules[models_of.__module__].time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("trl_packfa.trainers.padding_free.run.time.perf_counter", lambda: clock[0])
 
     def slowly(own, seconds):
         def run(*args, **kwargs):

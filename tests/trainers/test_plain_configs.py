@@ -24,7 +24,7 @@ from trl_trainers import (
 import trl_packfa
 from trl_packfa.config.requirements import Requirement
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 
 def plain(kind, out, **options):
@@ -127,7 +127,7 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
     expected, _ = run(build, kind, tmp_path, **options)
 
     refused = Requirement(lambda run: run.packing, "this cannot be packed.", why="a reason")
-    monkeypatch.setattr("trl_packfa.trainers.preference.trainer.PACKED", (refused,))
+    monkeypatch.setattr("trl_packfa.trainers.settling.SETUP", (refused,))
     caplog.clear()
     logs, trainer = run(plain, kind, tmp_path, **options)
     assert max(differences(expected, logs).values()) == 0.0 and "padding_saved" not in logs[0]

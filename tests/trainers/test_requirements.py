@@ -5,24 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+import vision
 from datasets import Dataset, IterableDataset
 from training import arguments, packed_trainer, trained
 from trl import SFTConfig
 
 from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
-from trl_packfa.config.requirements import Found, Requirement, Run, require
+from trl_packfa.config.requirements import Found, Requirement, Run, require, where
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
-from trl_packfa.trainers.requirements.built import PATCHED, PRECISION, SAMPLER
-from trl_packfa.trainers.requirements.data import DATA, FORMATS, IMAGES, NO_STREAMS, PACKABLE_DATA, TEXTS
-from trl_packfa.trainers.requirements.runs import HUB, LAUNCH, MODEL, PACKAGES, SETUP, TRAINABLE
+from trl_packfa.trainers.requirements.built import BUILT, PATCHED
+from trl_packfa.trainers.requirements.data import DATA
+from trl_packfa.trainers.requirements.runs import LAUNCH, MACHINE, SETUP
 from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.sft.construction import settle_arguments
 
 RUN = Run(SimpleNamespace(size=3), "a trainer")
-EVERY = (
-    *ARGUMENTS, *WITHOUT_PADS, *PATCHED, *PRECISION, *SAMPLER, *DATA, *FORMATS, *IMAGES, *NO_STREAMS, *PACKABLE_DATA,
-    *TEXTS, *HUB, *LAUNCH, *MODEL, *PACKAGES, *SETUP, *TRAINABLE,
-)  # fmt: skip
+EVERY = (*ARGUMENTS, *WITHOUT_PADS, *SETUP, *LAUNCH, *BUILT, *PATCHED)
 
 
 def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
@@ -40,6 +38,13 @@ def test_reasons_that_a_predicate_finds_stand_for_those_of_its_row():
             [Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")], RUN
         )
     assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another"
+
+
+def test_rows_where_a_condition_holds_are_about_those_runs_alone():
+    rows = where(lambda r: r.size > 2, Requirement(lambda r: r.size, "{found} is too much."))
+    with pytest.raises(InvalidConfig, match="3 is too much"):
+        require(rows, RUN)
+    require(rows, Run(SimpleNamespace(size=2), "a trainer"))
 
 
 def test_error_of_another_table_is_raised_as_it_is():
@@ -64,10 +69,10 @@ def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():
 def test_every_row_says_what_to_do_unless_the_error_is_of_another_table():
     """Those of adapters, quantization, model types and shared rows have remedies of their own."""
     assert [row.what for row in EVERY if not row.do] == [
-        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
+        "an adapter that cannot be packed.",
         "a model type that cannot be packed.",
         "a model with an adapter or a quantization that cannot be packed.",
-        "an adapter that cannot be packed.",
+        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
     ]
 
 
@@ -81,7 +86,7 @@ def test_first_examples_are_read_once_and_in_plain_values():
 
     data = Counted(Dataset.from_list([{"input_ids": [5, 6], "text": "5 6"}]).data)
     run = Training(arguments(), "a trainer", given={"train_dataset": data})
-    require((*DATA, *FORMATS, *PACKABLE_DATA), run)
+    require(DATA, run)
     assert len(reads) == 1
     formatted = Training(arguments(), "a trainer", given={"train_dataset": data.with_format("torch")})
     assert formatted.examples == [("train", {"input_ids": [5, 6], "text": "5 6"})]
@@ -109,3 +114,24 @@ def test_a_stream_is_begun_once_before_weights_are_read(tmp_path):
     given = {"train_dataset": stream, "processing_class": tiny.tokenizer()}
     settled, refusal, _ = settle_arguments(tiny.model(layers=1), plain, given)
     assert settled.packing and refusal is None and begun == [1]
+
+
+def test_sft_on_images_is_held_against_rows_of_every_packed_run_and_not_against_those_of_text():
+    on_the_fly = vision.prompts().with_transform(lambda batch: batch)
+    given = {"train_dataset": on_the_fly, "compute_metrics": print}
+    run = Training(arguments(eval_packing=True), "a trainer", given=given)
+    assert run.is_on_images and not run.packs_rows
+    require((*DATA, *MACHINE), run)
+    texts = Training(run.args, "a trainer", given={**given, "train_dataset": Dataset.from_list([{"text": "5 6"}])})
+    with pytest.raises(InvalidConfig, match="compute_metrics with eval_packing=True"):
+        require((*DATA, *MACHINE), texts)
+    dispatched = arguments(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        require(MACHINE, run.with_args(dispatched))
+
+
+def test_command_that_has_loaded_no_data_refuses_nothing_that_holds_for_text_alone():
+    args = arguments(sequence_parallel=2)
+    with pytest.raises(InvalidConfig, match="does not divide the number of processes"):
+        require(MACHINE, Training(args, "a trainer"))
+    require(MACHINE, Training(args, "a command", knows_data=False))

@@ -14,8 +14,8 @@ import trl_packfa
 from trl_packfa.data.collating import CountingCollator
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout import PackedLayout, shared_rows
-from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
+from trl_packfa.patching.state import find_state
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
 

@@ -18,7 +18,7 @@ from trl_packfa.data import epoch_plan, flops, templates
 from trl_packfa.data.flops import ModelFlops, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
 from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers.base import packed_run
+from trl_packfa.trainers import packed_run
 from trl_packfa.trainers.sft import throughput, trainer
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
@@ -116,7 +116,7 @@ def test_the_machine_is_measured_once(monkeypatch):
 def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
     """A clock that only they move: with their time counted the speed would fall to next to nothing."""
     now = [0.0]
-    for callback in ("base.clock", "sft.run_callback"):
+    for callback in ("clock", "sft.run_callback"):
         monkeypatch.setattr(f"trl_packfa.trainers.{callback}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     args = arguments(
         out=tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,

@@ -19,7 +19,7 @@ from training import arguments, packed_trainer
 from trl_packfa import candidates, patch, unpatch
 from trl_packfa.adapters import refuse_adapter, table
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 PLAIN = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 

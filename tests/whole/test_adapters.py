@@ -21,7 +21,7 @@ from trl_packfa.checking import without_random_numbers
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.bitsandbytes import SWITCH
-from trl_packfa.trainers.base.model_loading import READ_DIRECTLY
+from trl_packfa.trainers.loading import READ_DIRECTLY
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 

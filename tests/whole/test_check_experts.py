@@ -9,7 +9,7 @@ from tiny_models import small_model
 from trl_packfa import check, patch
 from trl_packfa.checking.following import find_parts
 from trl_packfa.layout.call_context import current_call
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), [

@@ -26,7 +26,7 @@ from trl_packfa.checking.documents import (
 from trl_packfa.checking.documents import SHAPES as ARRANGEMENTS
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import find_layout, packed_call
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.state import find_state
 
 LAYER = "model.layers.1.self_attn"
 DTYPES = ["float32", "bfloat16", "float16", "autocast"]

@@ -11,7 +11,7 @@ from training import arguments, losses, packed_trainer, trained
 
 from trl_packfa.config.requirements import require
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.trainers.requirements.built import PRECISION
+from trl_packfa.trainers.requirements.built import BUILT
 from trl_packfa.trainers.requirements.training import Training
 
 FULL = {"use_peft": False, "learning_rate": 1e-4}
@@ -76,7 +76,7 @@ def test_a_scaled_loss_needs_float32_gradients(tmp_path):
     def held(model, *, scales, own_optimizer):
         accelerator = SimpleNamespace(scaler=object() if scales else None)
         trainer = SimpleNamespace(accelerator=accelerator, optimizer=object() if own_optimizer else None)
-        require(PRECISION, Training(args, "a trainer", model=model, trainer=trainer))
+        require(BUILT, Training(args, "a trainer", model=model, trainer=trainer))
 
     with pytest.raises(InvalidConfig, match=r"fp16=True scales the loss, and torch removes the scale from float32"):
         held(full, scales=True, own_optimizer=True)

@@ -120,7 +120,7 @@ def test_model_whose_patch_is_refused_trains_padded_and_trls_trainer_is_built_on
 ):
     built, build = [], SFTTrainer.__init__
     monkeypatch.setattr(SFTTrainer, "__init__", lambda self, *a, **k: built.append(self) or build(self, *a, **k))
-    monkeypatch.setattr(trl_packfa.trainers.padding_free.padding_free, "patched", refusing)
+    monkeypatch.setattr(trl_packfa.trainers.settling, "patched", refusing)
     options = {} if adapter is None else {"peft_config": adapter()}
     theirs, ours = (trained(cls, tmp_path, dict, **options)[0] for cls in (SFTTrainer, PackedSFTTrainer))
     assert built == [theirs, ours]

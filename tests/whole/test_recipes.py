@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
 from trl_packfa.cli.train import kind_of
-from trl_packfa.trainers.base.parsing import make_parser
+from trl_packfa.trainers.parsing import make_parser
 from trl_packfa.trainers.sft.script import classes_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"

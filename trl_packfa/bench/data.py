@@ -12,14 +12,11 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_dataset
 
-from ..config.requirements import require
 from ..data.dataset import count_trained, cut_dataset, read_lengths
 from ..data.files import load_dataset_dict
-from ..data.tokenizing import tokenized
 from ..errors import InvalidConfig, InvalidDataset
 from ..plan.gather import read_length_list
-from ..trainers.requirements.data import DATA, FORMATS, TEXTS
-from ..trainers.requirements.training import Training
+from ..trainers.sft.tokenizing import tokenized
 from .arguments import Setup
 
 # Lengths of random documents, or the splits of a dataset.
@@ -122,10 +119,7 @@ def _parts(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]
         return _hold_out(pairs, setup)
     tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
     if trainer == "sft":
-        for name, part in documents.items():
-            given = {f"{name}_dataset": part, "processing_class": tokenizer}
-            require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", given=given))
-        return {name: tokenized(part, tokenizer, args).dataset for name, part in documents.items()}
+        return {name: tokenized(part, tokenizer, args, name=name).dataset for name, part in documents.items()}
     from . import preference
 
     return preference.tokenized(documents, trainer, tokenizer, args)

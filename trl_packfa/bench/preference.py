@@ -22,7 +22,7 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import STEP
-from ..trainers.base.model_loading import init_kwargs
+from ..trainers.loading import init_kwargs
 from ..trainers.padding_free.padding_free import padding_free
 from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOTrainer

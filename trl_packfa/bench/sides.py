@@ -20,8 +20,8 @@ from ..data.dataset import read_lengths
 from ..data.flops import compute_dtype
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
-from ..patching.apply import find_state
-from ..trainers.base.model_loading import config_of, init_kwargs, quantization_of
+from ..patching.state import find_state
+from ..trainers.loading import config_of, init_kwargs, quantization_of
 from ..trainers.sft.trainer import PackedSFTTrainer
 
 FLASH = "flash_attention_2"

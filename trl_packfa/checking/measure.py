@@ -22,10 +22,10 @@ from ..kernels.random_states import devices_of, random_states
 from ..memory import return_freed_memory
 from ..override import attributes_set
 from ..parallel.zero3 import gradients_taken, whole_size
-from ..patching.apply import find_state
 from ..patching.by_name import NAME, named_state, runs_by_name
 from ..patching.inspect import max_positions, model_type
 from ..patching.parts import find_backbone
+from ..patching.state import find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping

@@ -18,8 +18,8 @@ from ..comparison import Comparison
 from ..errors import figure
 from ..override import hooks_of, override_in
 from ..patches.measured import RESULTS, fingerprint
-from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
+from ..patching.state import find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .report import CheckReport
 from .subject import device_of

@@ -20,9 +20,9 @@ from ..compile import uncompiled
 from ..layout.shard import RowShard
 from ..parallel.sequence_parallel import ShardedRowModel
 from ..parallel.zero3 import gradients_taken
-from ..patching.apply import find_state
 from ..patching.inspect import max_positions
 from ..patching.parts import find_backbone
+from ..patching.state import find_state
 from .documents import draw_documents, known_tokens
 from .engine import compare
 from .first_batch import trained_outputs

@@ -32,9 +32,9 @@ from ..layout.shared_rows import share
 from ..memory import return_freed_memory
 from ..override import set_inside
 from ..parallel.zero3 import gradients_taken
-from ..patching.apply import find_state
 from ..patching.inspect import forward_takes, inner_model, known_ids, max_positions
 from ..patching.parts import find_backbone
+from ..patching.state import find_state
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
 from .documents import Documents, draw_documents, known_tokens

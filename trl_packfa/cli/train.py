@@ -44,11 +44,11 @@ def bench(argv: list[str]) -> int:
 
 def kind_of(argv: list[str]) -> Kind:
     """Return the trainer that the flags or the YAML file select, with its config class."""
-    from ..trainers.base.parsing import asked_trainer
+    from ..trainers.parsing import trainer_name
     from ..trainers.sft.script import SFT, Kind
 
     # TRL's other trainers take seconds to import, so only the selected one is imported.
-    asked = asked_trainer(argv)
+    asked = trainer_name(argv)
     if asked in _PACKED:
         import trl_packfa
 

@@ -54,6 +54,7 @@ FLOAT8 = Requirement(
 
 # Of whoever computes padded batches without pads: the configs of preference and online trainers, `padding_free`.
 WITHOUT_PADS = (
+    FLOAT8,
     Requirement(_liger,
         "{r.name} with {found}=True cannot run without its pads.",
         why="Liger replaces the model's forwards by its own, which were not measured without pads",

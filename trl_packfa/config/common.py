@@ -11,7 +11,7 @@ from trl import ModelConfig
 
 from ..attention import get_backend
 from ..errors import InvalidConfig
-from .arguments import ARGUMENTS
+from .arguments import ARGUMENTS, WITHOUT_PADS
 from .options import option
 from .requirements import Run, require
 
@@ -99,7 +99,8 @@ class CommonConfig(_Base):
         self._trl_config().__post_init__(self)
         _settle_loading(self)
         self._settle()
-        require(ARGUMENTS, Run(self, type(self).__name__))
+        run = Run(self, type(self).__name__)
+        require(ARGUMENTS if run.is_sft else (*WITHOUT_PADS, *ARGUMENTS), run)
 
     def _settle(self) -> None:
         """Settle the config's own fields."""

@@ -1,9 +1,12 @@
 """The table of what a run requires: its rows, the run that they are about, and the function that raises their errors.
 
-    config/arguments              rows about arguments alone, for when a config is made, and for late changes
-    trainers/requirements/runs    rows about packages, parallelism and model, before weights are read
-    trainers/requirements/data    rows about datasets, tokenizer and images, before weights are read
-    trainers/requirements/built   rows about the built model
+Rows stand by what must be known for them. Their conditions say of which runs they are.
+
+    config/arguments              ARGUMENTS, WITHOUT_PADS    when a config is made, and for late changes
+    trainers/requirements/data    DATA, TEXTS                before weights are read: datasets, what a tokenizer makes
+    trainers/requirements/runs    MACHINE, MODEL             before weights are read: this machine, the model's type
+    trainers/requirements/runs    LAUNCH                     before a command loads anything
+    trainers/requirements/built   BUILT, PATCHED             once the model is built, once it is patched
 
 A row refuses by name. Where TRL, transformers or datasets refuse the same in clear words, there is no row.
 """
@@ -11,7 +14,7 @@ A row refuses by name. Where TRL, transformers or datasets refuse the same in cl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import InvalidConfig, PackingError
@@ -66,6 +69,15 @@ class Requirement:
     do: str = ""
     error: type[PackingError] = InvalidConfig
     shown: str = ""  # in the documentation instead of `what`, where that says too little without its values
+
+
+def where(holds: Callable[[Any], Any], *rows: Requirement) -> tuple[Requirement, ...]:
+    """Return rows that are about the runs for which a condition holds."""
+
+    def both(when: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda run: holds(run) and when(run)
+
+    return tuple(replace(row, when=both(row.when)) for row in rows)
 
 
 def require(rows: Iterable[Requirement], run: Run) -> None:

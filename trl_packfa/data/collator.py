@@ -167,3 +167,29 @@ def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
             f"a document of the batch holds token {int(unknown[0])}, but the model has tokens 0 to {vocab_size - 1}.",
             do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
         )
+
+
+# TRL's metrics of what a stream has lost, in the order of its column.
+_LOST = ("truncated", "split", "dropped", "tokens_lost")
+
+
+def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
+    """Add a packed batch's counts to TRL's metrics, and remove from `inputs` what is no model input."""
+    lost = inputs.pop(LOSSES, None)
+    inputs.pop(FIRST_LABELS, None)
+    layout = inputs.get("packed_layout")
+    if layout is not None:
+        lengths = layout.true_lengths
+        metrics["documents"].append(len(lengths))
+        metrics["longest_document"].append(max(lengths, default=0))
+        if capacity:
+            computed = sum(lengths) if layout.prefix_tree is None else layout.prefix_tree.num_tokens - layout.padding
+            metrics["fill"].append(computed / capacity)
+    if lost is not None:
+        for name, count in zip(_LOST, lost, strict=True):
+            metrics[name].append(count)
+
+
+def take_losses(metrics: dict[str, list[float]]) -> dict[str, float]:
+    """Take the counts of lost documents and tokens out of TRL's metrics, which it logs as means; return their sums."""
+    return {name: sum(metrics.pop(name, ())) for name in _LOST}

@@ -141,6 +141,12 @@ def without_our_columns(dataset: AnyDataset) -> AnyDataset:
     return dataset.remove_columns(found) if found else dataset
 
 
+def named_datasets(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    """List every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
 def without_format(dataset: Any) -> Any:
     """Return a dataset without its format and the columns that it hides: its examples are plain Python lists."""
     if isinstance(dataset, IterableDataset):

@@ -268,7 +268,7 @@ class OwnCutter(ReadCutter):
 
     The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its
     tokens plus its image patches, weighted ([`ImageWeights`]). The budget is `max_tokens_per_microbatch`, or the size
-    of the step's largest padded micro-batch, with its pads.
+    of the step's largest padded micro-batch, with its pads, whatever the batch size is.
     """
 
     def __init__(self, trainer: Any, *, rows: int = 1) -> None:
@@ -283,9 +283,6 @@ class OwnCutter(ReadCutter):
     def reports(self) -> dict[str, PackingReport]:
         """The report of the examples that have trained, by dataset name: their tokens exist only after collation."""
         return {"train": PackingReport.of_seen(*self.seen.tolist())}
-
-    def use_batch_size(self, size: int) -> None:
-        """Do nothing: the budget follows the step's padded micro-batches."""
 
     def loading(self, collate: Any) -> OneByOne:
         """Return the loader's collator, which processes each example alone; `collate` is TRL's in its wrapper."""

@@ -48,7 +48,7 @@ class NumberedRows(TorchDataset):
             examples = self.dataset.__getitems__(numbers)
         except Exception:
             self._refuse_unreadable(numbers)
-            raise
+            raise  # no column alone is at fault
         return [{**example, ROW: self._row(number)} for number, example in zip(numbers, examples, strict=True)]
 
     def _row(self, number: int) -> str:
@@ -83,9 +83,9 @@ class NamingCollator:
             self._require_image(example)
         try:
             return self._collate(examples)
-        except Exception as error:
-            self._refuse_rejected(examples, error)
-            raise
+        except Exception:
+            self._refuse_rejected(examples)
+            raise  # no row is at fault
 
     def _collate(self, examples: Sequence[Example]) -> Any:
         # Copies, because TRL's collator writes to the examples.
@@ -101,10 +101,10 @@ class NamingCollator:
             if self.requires_images and isinstance(images, list) and not images:
                 raise without_image_in_parts(_row_of(example), column)
 
-    def _refuse_rejected(self, examples: Sequence[Example], error: Exception) -> None:
-        """Raise the error of the first example that fails alone. Do nothing if all fail: then no row is at fault."""
-        failed: dict[int, Exception] = {0: error} if len(examples) == 1 else {}
-        for number, example in enumerate(examples if len(examples) > 1 else ()):
+    def _refuse_rejected(self, examples: Sequence[Example]) -> None:
+        """Raise the error of the first example that fails alone; do nothing if all of several fail."""
+        failed: dict[int, Exception] = {}
+        for number, example in enumerate(examples):
             try:
                 self._collate([example])
             except Exception as alone:

@@ -21,7 +21,7 @@ from .batching import FREE, KEPT, TOGETHER, deal
 from .dataset import count_computed, count_parts, longest_document, read_lengths, read_sizes, split_example
 from .flops import quadratic_weight
 from .origins import Origins, origins_of_steps
-from .steps import CutStep, Part, Plan, ReadCutter, micro_batches_of, read_rows
+from .steps import CutStep, Cutter, Part, Plan, ReadCutter, micro_batches_of, read_rows
 
 logger = get_logger(__name__)
 
@@ -40,7 +40,7 @@ def _count_true_tokens(inputs: Mapping[str, Any]) -> int:
     return inputs["input_ids"].numel() if mask is None else int(mask.sum())
 
 
-class TokenBudget:
+class TokenBudget(Cutter):
     """The token budget of micro-batches: `max_tokens_per_microbatch`, or the size of the padded run's largest one.
 
     The padded run's largest one fitted in its memory. `cut` says how steps may be cut, and `why` is the reason of a
@@ -65,8 +65,8 @@ class TokenBudget:
 
     def use_batch_size(self, size: int) -> None:
         """Let the default budget follow the batch size of the padded run; `auto_find_batch_size` lowers it."""
-        # A plan's last step was cut for the size before.
-        self.batch_size, self.budget, self._last = size, self.asked or size * self._widest, None
+        super().use_batch_size(size)
+        self.batch_size, self.budget = size, self.asked or size * self._widest
 
     @property
     def free_budget(self) -> int | None:

@@ -167,6 +167,9 @@ class Cutter:
 
     columns: Sequence[str] = ("input_ids", "labels")  # of an empty batch
 
+    def use_batch_size(self, size: int) -> None:
+        """Follow the batch size of the padded run, which `auto_find_batch_size` lowers."""
+
     def collated(self, part: Part, collate: Callable[[list[Any]], dict[str, Any]]) -> CountedBatch:
         """Collate a micro-batch of examples. All tokens of an idle one count as padding."""
         examples: Any = part.examples
@@ -203,6 +206,10 @@ class Plan(Cutter, ABC):
 
     # Rows and micro-batches of the last step: its batches are read one by one.
     _last: tuple[np.ndarray, CutStep] | None = None
+
+    def use_batch_size(self, size: int) -> None:
+        """Forget the last step: it was cut for another batch size."""
+        self._last = None
 
     @abstractmethod
     def cut(self, rows: np.ndarray) -> CutStep:

@@ -11,7 +11,7 @@ from torch import nn
 from ..api import patch
 from ..checking import check
 from ..data.collator import DataCollatorForPacking
-from ..patching.apply import find_state
+from ..patching.state import find_state
 
 logger = logging.getLogger(__name__)
 

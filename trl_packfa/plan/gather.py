@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
-from ..data.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
+from ..data.dataset import Tokens, cut_dataset, read_lengths, read_tokens
 from ..data.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
-from ..data.raw_dataset import require_whole
 from ..data.templates import load_tokenizer
-from ..data.tokenizing import Tokenized, tokenized, tokenizing_trainer
 from ..data.turns import CONVERSATION, join
-from ..errors import InvalidConfig, InvalidDataset
+from ..errors import InvalidDataset
 from ..packing import TrainedTokens
-from ..trainers.requirements.data import DATA, FORMATS, IMAGES, TEXTS
-from ..trainers.requirements.training import Training
+from ..trainers.sft.tokenizing import Tokenized, tokenized, tokenizing_trainer
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
 _PROCESSED = 256
@@ -75,34 +71,18 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
     Raise [`InvalidDataset`] if the dataset is a stream, already packed, in no TRL format, or refused by TRL,
     [`InvalidConfig`] if there is no such tokenizer, or its template does not mark the tokens to train.
     """
-    if not isinstance(dataset, Dataset):
-        raise InvalidDataset(
-            f"the dataset '{name}' is a stream: its lengths are not known before it is read.",
-            do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
-        )
-    run = Training(args, "PackedSFTTrainer", given={"train_dataset": dataset})
-    require((*DATA, *FORMATS, *(IMAGES if image_columns(dataset) else ())), run)
-    require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
-    if "seq_lengths" in dataset.column_names:
+    if "seq_lengths" in (dataset.column_names or ()):
         raise InvalidDataset(
             f"the dataset '{name}' has a column 'seq_lengths': its rows were packed before.",
             do="Plan with the documents that the rows were packed from.",
         )
     loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
-    require(TEXTS, replace(run, given={**run.given, "processing_class": loaded}))
-    try:
-        if image_columns(dataset):
-            return _read_images(name, dataset, loaded, args)
-        prepared = tokenized(dataset, loaded, args)
-        if args.expand_turns:
-            return _rows_of_turns(name, prepared, args)
-        return Source(name, read_tokens(prepared.dataset), tuple(prepared.remarks))
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, (InvalidConfig, InvalidDataset)):
-            raise
-        raise InvalidDataset(
-            f"TRL cannot tokenize the dataset '{name}' with the tokenizer '{tokenizer}'.", why=[str(error)]
-        ) from error
+    if image_columns(dataset):
+        return _read_images(name, dataset, loaded, args)
+    prepared = tokenized(dataset, loaded, args)
+    if args.expand_turns:
+        return _rows_of_turns(name, prepared, args)
+    return Source(name, read_tokens(prepared.dataset), tuple(prepared.remarks))
 
 
 def _rows_of_turns(name: str, prepared: Tokenized, args: PackedSFTConfig) -> Source:
@@ -126,8 +106,8 @@ def _rows_of_turns(name: str, prepared: Tokenized, args: PackedSFTConfig) -> Sou
 
 def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTConfig) -> Source:
     """Process some rows as the trainer's loader would, and let their lengths stand for all."""
-    look_at_images(dataset, name="train")
     trainer = tokenizing_trainer(dataset, processor, args)
+    look_at_images(dataset, name="train")
     numbered, collate = NumberedRows(dataset, "train"), NamingCollator(trainer.data_collator)
     chosen = np.linspace(0, len(dataset) - 1, min(_PROCESSED, len(dataset))).astype(int).tolist()
     lengths, of_images, image = [], 0, getattr(processor, "image_token_id", None)  # no two processors are alike

@@ -17,8 +17,8 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
-from ..trainers.base.model_loading import init_kwargs
-from ..trainers.base.parsing import ColumnChoice, parse
+from ..trainers.loading import init_kwargs
+from ..trainers.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
 from ..trainers.requirements.training import Training
 from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
@@ -90,8 +90,7 @@ def read_shape(args: PackedSFTConfig) -> ModelShape | None:
         config = AutoConfig.from_pretrained(
             name, revision=init_kwargs(args).get("revision"), trust_remote_code=args.trust_remote_code
         )
-        if args.packing:
-            require(MODEL, Training(args, "PackedSFTTrainer", model=name))
+        require(MODEL, Training(args, "PackedSFTTrainer", model=name))
         with torch.device("meta"):
             kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
             model = kind.from_config(config, trust_remote_code=args.trust_remote_code)

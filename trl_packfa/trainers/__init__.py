@@ -1,3 +1,3 @@
-"""The trainers: `common/` serves all of them, `sft/` is `PackedSFTTrainer`, `padding_free/` runs TRL's trainers
-without padding, `preference/` holds the packed DPO, KTO and reward trainers.
+"""The trainers: `sft/` is `PackedSFTTrainer`, `preference/` holds the packed DPO, KTO and reward trainers,
+`padding_free/` runs TRL's trainers without padding. What stands beside the folders serves all of them.
 """

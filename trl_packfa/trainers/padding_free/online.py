@@ -13,25 +13,17 @@ from typing import Any
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
-from ...config.arguments import WITHOUT_PADS
 from ...config.common import CommonConfig
-from ...config.requirements import Run, require
 from ...errors import InvalidConfig
-from ...override import set_inside
-from ..base.model_loading import load_as_asked, telling_of_targets
-from ..requirements.data import DATA, NO_STREAMS, TEXTS
-from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..loading import loading_as_configured
 from ..requirements.training import Training
+from ..settling import settle
 from .padding_free import padding_free
 
 
 @dataclass
 class OnlineConfig(CommonConfig):
     """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
-
-    def __post_init__(self) -> None:
-        require(WITHOUT_PADS, Run(self, type(self).__name__))
-        super().__post_init__()
 
 
 @dataclass
@@ -46,10 +38,8 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
 
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     run = Training(args, trainer.__name__, model=model, given=given, formats=(("prompt",),))
-    require((*NO_STREAMS, *TRAINABLE, *DATA, *PACKED, *PACKAGES, *TEXTS), run)
-    given |= load_as_asked(model, args, given, asked=args)
-    loading = set_inside(args, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
-    with telling_of_targets(model, args), loading:
+    settle(run, [lambda: args], padded=None)
+    with loading_as_configured(model, args, given, user_args=args):
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 

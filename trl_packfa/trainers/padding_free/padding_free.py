@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 
-from ...api import patch, patched, unpatch
-from ...checking.first_batch import check_padded_call
-from ...comparison import Comparison
-from ...config.arguments import FLOAT8, WITHOUT_PADS
+from ...api import patch
+from ...config.arguments import WITHOUT_PADS
 from ...config.requirements import Run, require
-from ...data.collating import CountingCollator
-from ...errors import InvalidConfig, PackingError, UnsupportedModel
-from ...layout.padded_rows import PaddedRows
-from ...parallel.ranks import summed
-from ...patching.inspect import inner_model
-from ...patching.state import all_or_none, find_state, unpadding_of
-from ...terminal.telling import tell_end
-from ..base.clock import TrainingClock
-from ..requirements.built import NOISE
-from ..requirements.training import Training
+from ...errors import InvalidConfig, PackingError
+from ...patching.state import all_or_none, find_state
+from ..requirements.built import require_images
+from .run import POLICY, STATE, PaddingFreeRun, attached_run
 
 logger = logging.getLogger(__name__)
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
-
-STATE = "trl_packfa_padding_free"  # the attribute of a trainer that holds its run
-# The attribute of a trainer that holds the trained model.
-POLICY = "model"
 
 
 def padding_free(
@@ -127,11 +112,6 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     return found
 
 
-def attached_run(trainer: Any) -> PaddingFreeRun | None:
-    """Return the run that is attached to a trainer, or `None` if the trainer pads."""
-    return getattr(trainer, STATE, None)
-
-
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
     """Patch all models; if one is refused, each is patched as it was before."""
     with all_or_none(models.values()):
@@ -140,7 +120,7 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                 with trainer.accelerator.autocast():
                     patch(model, unpad=True, **options)
                 if _has_images(trainer):
-                    _require_images(model)
+                    require_images(model)
             except PackingError as error:
                 raise type(error)(
                     f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
@@ -165,31 +145,7 @@ def _require_trainer(trainer: Any) -> None:
     name = type(trainer).__name__
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
-    require((*WITHOUT_PADS, FLOAT8), Run(trainer.args, name))
-
-
-def require_patchable(run: Training, *, unpad: bool) -> None:
-    """Refuse a model that was given as an object and cannot be patched for a run; it is left as it was.
-
-    A run that did not ask for packing is padded then. A model by name is known by its type alone, before it is loaded.
-    """
-    if isinstance(run.model, nn.Module):
-        with patched(run.model, unpad=unpad, **run.args.patch_options):
-            require((NOISE,), run)
-            if unpad and run.images[1]:
-                _require_images(run.model)
-
-
-def _require_images(model: nn.Module) -> None:
-    """Refuse a model that cannot run images without padding."""
-    state = find_state(model)
-    if state is None or state.parts.takes_images:
-        return
-    raise UnsupportedModel(
-        f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",
-        why=["the model finds the places of images in padded rows, or lets their tokens see each other in its mask"],
-        do="Train it padded, by TRL's own trainer.",
-    )
+    require(WITHOUT_PADS, Run(trainer.args, name))
 
 
 def _has_images(trainer: Any) -> bool:
@@ -201,136 +157,3 @@ def _has_images(trainer: Any) -> bool:
     if columns is None and isinstance(dataset, IterableDataset):
         columns = list(next(iter(dataset), {}))
     return not {"image", "images"}.isdisjoint(columns or ())
-
-
-# Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.
-_OVER_PADS = {
-    "ORPOTrainer": ("logits/chosen", "logits/rejected"),
-    "CPOTrainer": ("logits/chosen", "logits/rejected"),
-    "OnlineDPOTrainer": ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"),
-}
-
-
-class PaddingFreeRun(TrainingClock):
-    """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
-
-    `models` run without padding, by the attribute that holds them; those in `left_padded` stay padded. `first_calls`
-    are the results of the first batch's comparison for each model. With `shares`, rows share prefixes.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.models: dict[str, nn.Module] = {}
-        self.first_calls: dict[str, Comparison] = {}
-        self._step = 0  # of the last log
-        for cls in type(trainer).__mro__:
-            if metrics := _OVER_PADS.get(cls.__name__):
-                logger.warning(
-                    "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
-                    "differ from the padded run's; losses and gradients will not.",
-                    cls.__name__,
-                    ", ".join(metrics),
-                )
-        own = trainer.log
-
-        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            if "loss" in logs:
-                logs.update(self.read())
-            return own(logs, *args, **kwargs)
-
-        trainer.log = log
-        trainer.add_callback(self)
-
-    def use(
-        self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
-    ) -> None:
-        """Use these models and settings from now on. Models that are left out are unpatched.
-
-        The trainer's collator counts rows, and compares their beginnings if prefixes are shared.
-        """
-        trainer = self.trainer
-        for name, model in self.models.items():
-            if name not in models:
-                unpatch(model)
-        self.models, self.left_padded = models, tuple(left_padded)
-        self.check_first_batch, self.shares = check_first_batch, shares
-        if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
-            counting = isinstance(trainer.data_collator, CountingCollator)
-            own = trainer.data_collator.collator if counting else trainer.data_collator
-            trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Require that all models are still patched, prepare the check of the first batch, and start the clock."""
-        for name, model in self.models.items():
-            patched = find_state(model)
-            if patched is None or patched.unpadding is None:
-                raise UnsupportedModel(
-                    f"{type(self.trainer).__name__}.{name} is no longer patched to run without pads.",
-                    why=["only some of the trainer's models are patched, and that combination was not verified"],
-                    do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
-                )
-            patched.unpadding.guards, patched.unpadding.called = True, f"{type(self.trainer).__name__}.{name}"
-            if self.check_first_batch:
-                patched.unpadding.watch = partial(self._check_call, name)
-        self._step = state.global_step
-        super().on_train_begin()
-
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Tell the speed, without evaluations and checkpoints, and the padding of all models' rows."""
-        self.take()
-        seconds, *mine = np.asarray(self.whole).tolist()
-        trained, _, tokens, pads, _ = summed(self.trainer.accelerator, {"": mine})[""].tolist()
-        tell_end(args, tokens=trained, seconds=seconds, padding=pads / max(tokens + pads, 1), said=self.said)
-
-    def _counts(self) -> np.ndarray:
-        """Read the seconds, and the counts of this rank.
-
-        They are true tokens and documents that the policy has trained, and of all models together the true tokens, the
-        pads, which were not computed, and the true tokens that were computed in another row.
-        """
-        states = {name: find_state(model) for name, model in self.models.items()}
-        counted = {name: state.unpadding for name, state in states.items() if state is not None and state.unpadding}
-        policy = counted.get(POLICY)
-        trained = (0, 0) if policy is None else (policy.trained, policy.trained_documents)
-        of_all = np.sum([(0, 0, 0), *((one.tokens, one.pads, one.shared) for one in counted.values())], axis=0)
-        return np.array([time.perf_counter(), *trained, *of_all])
-
-    def read(self) -> dict[str, float]:
-        """Return the values to log since the last call, over all ranks."""
-        step = self.trainer.state.global_step
-        steps, self._step = step - self._step, step
-        seconds, *mine = self.take().tolist()
-        trained, documents, tokens, pads, shared = summed(self.trainer.accelerator, {"": mine})[""].tolist()
-        if not tokens or not seconds:
-            return {}
-        found = {"padding_saved": pads / (tokens + pads)}
-        if trained:  # otherwise the policy is left padded
-            found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}
-        return {**found, "prefixes_shared": shared / tokens} if self.shares else found
-
-    @property
-    def said(self) -> str:
-        """The result of the checks, as a sentence of a model card."""
-        first = [
-            f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
-        ]
-        compared = f"; difference of the first batch from its rows alone: {', '.join(first)}" if first else ""
-        return f"without padding checked on {', '.join(self.models)} before the first step{compared}."
-
-    def _check_call(
-        self, name: str, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any
-    ) -> None:
-        """Compare a model's first call without padding with its rows alone."""
-        model, called = self.models[name], f"{type(self.trainer).__name__}.{name}"
-        unpadding = unpadding_of(model)
-        assert unpadding is not None
-        unpadding.watch = None
-        with self.paused():
-            first = None if name in self.first_calls else check_padded_call(model, forward, call, rows)
-        if first is not None:
-            self.first_calls[name] = first = first._replace(where=called)
-            logger.info(
-                "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places "
-                "saved.", name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
-            )  # fmt: skip
-            first.require()

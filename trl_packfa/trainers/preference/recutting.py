@@ -18,7 +18,7 @@ from ...data.steps import Plan, run_batch
 from ...layout.padded_rows import rows_of, tell_rows
 from ...override import set_inside
 from ...parallel.ranks import summed
-from ..base.packed_run import PackedRun
+from ..packed_run import PackedRun
 from ..padding_free.padding_free import models_of
 from .cutting import PairWeight, Rows
 

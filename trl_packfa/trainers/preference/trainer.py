@@ -13,25 +13,21 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from ...config.arguments import WITHOUT_PADS
 from ...config.common import CommonConfig
-from ...config.requirements import Run, require
 from ...data.dataset import tell_counts
 from ...data.image_examples import why_images_stay
 from ...data.step_cutting import keep_padded
 from ...data.templates import named_conversations, naming_conversations
-from ...errors import PackingError
-from ...override import set_inside
 from ...packing import MINIBATCH, STEP, Strategy
 from ...parallel.ranks import require_same_documents
 from ...versions import installed_version
-from ..base.model_loading import load_as_asked, output_dir, require_trained, telling_of_targets
-from ..padding_free.padding_free import attached_run, require_patchable, run_without_pads
-from ..requirements.built import PRECISION, runs_by_document
-from ..requirements.data import DATA, TEXTS
-from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..loading import output_dir, require_trained
+from ..padding_free.padding_free import run_without_pads
+from ..padding_free.run import attached_run
+from ..requirements.built import runs_by_document
 from ..requirements.training import Training
 from ..saving.resuming import identity
+from ..settling import settle
 from .cutting import ImagePairCutter, PairPlan, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
@@ -52,49 +48,38 @@ class PackedPreference(RecutSteps):
     _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
-    cut_reason = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
-        model, asked = given["model"], given.get("args")
-        is_asked = isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
+        model, user_args = given["model"], given.get("args")
+        is_asked = isinstance(user_args, self._config) or bool(getattr(user_args, "padding_free", False))
         options: Any = {"model": model, "given": given, "formats": self._columns, "takes_images": self._takes_images}
-        run = Training(asked, type(self).__name__, **options)
-        require((*TRAINABLE, *DATA), run)
-        settled = refusal = None
-        try:
-            settled = self._default_config(model) if asked is None else self._config.from_args(asked)
-            run = run.with_args(settled)
-            require(PACKED, run)
-            if not is_asked:
-                require_patchable(run, unpad=True)
-        except PackingError as error:
-            if is_asked:
-                raise
-            refusal = error  # a plain config asks for no packing
+
+        def packed() -> Any:
+            return self._default_config(model) if user_args is None else self._config.from_args(user_args)
+
+        # A config of TRL's asks for no packing.
+        run, refusal = settle(
+            Training(user_args, type(self).__name__, **options),
+            [packed],
+            padded=None if is_asked else lambda: user_args,
+        )
         if refusal is not None:
             self._tell_padded(refusal)
             return self._construct_padded(given)
-        require((*PACKAGES, *TEXTS), run)
-        with self._given_back(given["model"]):
-            self._construct(given, settled)
+        with self._undone_if_refused(given["model"]):
+            self._construct(given, run.args)
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         self.packing_reports, self._measured = {}, {}
-        given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
-        loading = set_inside(settled, model_init_kwargs=given.pop("model_init_kwargs"))  # the config is the user's
-        given["args"] = settled
-        with telling_of_targets(given["model"], settled), loading:
-            super().__init__(**given)
-        require_trained(self.model, given)
-        require(PRECISION, Training(settled, type(self).__name__, model=self.model, trainer=self))
-        own_collator = given.get("data_collator") is not None
+        self._own_collator = given.get("data_collator") is not None
+        self._build(given["model"], settled, given, user_args=given.get("args"), task=self._task)
         if self._is_vision_dataset:
-            self.name_rows(own_collator=own_collator)
+            self.name_rows()
         self._run_without_pads()
         if settled.strategy.recuts_steps:
-            self._choose_cut(own_collator=own_collator)
+            self._choose_cut()
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
@@ -112,14 +97,9 @@ class PackedPreference(RecutSteps):
         """Patch every model of the trainer to run without padding."""
         run_without_pads(self, check_first_batch=self.args.check_packing, **self.args.patch_options)
 
-    def _choose_cut(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`."""
-        if not isinstance(self.train_dataset, Dataset):
-            self.cut_reason = "the pairs of a stream are not known before they are read"
-        elif own_collator:
-            self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
-        else:
-            self.cut_reason = self._why_kept()
+    def _choose_cut(self) -> None:
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason, and keep it."""
+        self.cut_reason = self._why_kept()
         if self.cut_reason:
             keep_padded(self.args, self.cut_reason)
         elif self._is_vision_dataset:
@@ -129,6 +109,10 @@ class PackedPreference(RecutSteps):
             require_same_documents(self.accelerator, self._cutter.lengths)
 
     def _why_kept(self) -> str:
+        if not isinstance(self.train_dataset, Dataset):
+            return "the pairs of a stream are not known before they are read"
+        if self._own_collator:
+            return "data_collator makes the batches, and they may depend on which pairs are together"
         if hook := super()._why_kept():
             return hook
         if getattr(self, "aux_loss_enabled", False):
@@ -138,11 +122,6 @@ class PackedPreference(RecutSteps):
         if self.neftune_noise_alpha is not None and runs_by_document(self.model):
             return "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         return self._why_not_cut()
-
-    def _settle_late(self) -> None:
-        if self._cutter is not None:
-            self.cut_reason = self._why_kept()
-        super()._settle_late()
 
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""
@@ -231,10 +210,6 @@ class PreferenceConfig(CommonConfig):
             "choices": ["truncate", "drop", "error"],
         },
     )
-
-    def __post_init__(self) -> None:
-        require(WITHOUT_PADS, Run(self, type(self).__name__))  # before TRL's config looks for liger-kernel
-        super().__post_init__()
 
     def _settle(self) -> None:
         args: Any = self

@@ -14,7 +14,7 @@ from ...data.collator import LOSSES, ROW_LENGTHS
 from ...errors import UnsupportedModel
 from ...layout.shard import RowShard
 from ...patching import inspect
-from ...patching.apply import find_state
+from ...patching.state import find_state
 from .training import Training, error_of
 
 # Optimizers that keep their state in the weights' dtype.
@@ -42,6 +42,19 @@ def runs_by_document(model: nn.Module) -> bool:
     return state is not None and state.patch.level == "document"
 
 
+def require_images(model: nn.Module) -> None:
+    """Refuse a patched model that cannot run images without padding."""
+    state = find_state(model)
+    if state is None or state.parts.takes_images:
+        return
+    raise UnsupportedModel(
+        f"{type(inspect.inner_model(model)).__name__} runs only text without its pads, and the trainer trains on "
+        "images.",
+        why=["the model finds the places of images in padded rows, or lets their tokens see each other in its mask"],
+        do="Train it padded, by TRL's own trainer.",
+    )
+
+
 def _unshared(run: Training) -> Any:
     size, state = run.sequence_parallel, find_state(run.model)
     if size == 1 or state is None:
@@ -59,7 +72,7 @@ def _gathered_unevenly(run: Training) -> Any:
     is called once, so it may gather. The modules in a mixer run once for each group of documents, so they may not.
     """
     state = find_state(run.model)
-    if state is None or not run.trainer.is_checked_wrapped:
+    if state is None or run.trainer is None or not run.trainer.is_checked_wrapped:
         return None
     fsdp: Any = getattr(run.trainer.accelerator.state, "fsdp_plugin", None)
     policy = None if fsdp is None else fsdp2_prepare_auto_wrap_policy(fsdp, run.model)
@@ -75,34 +88,37 @@ def _gathered_unevenly(run: Training) -> Any:
 
 
 def _missing_source(run: Training) -> Any:
-    dataset = run.trainer.train_dataset
-    if run.loss_by is None or dataset is None:
+    if run.loss_by is None or (dataset := run.trainer.train_dataset) is None:
         return None
     columns = dataset.column_names or list(next(iter(dataset), {}))
     columns = [name for name in columns if name not in ("input_ids", "labels", ROW_LENGTHS, LOSSES)]
     return run.loss_by not in columns and Found(run.loss_by, [f"columns: {', '.join(columns)}"])
 
 
-PRECISION = (
+BUILT = (
     Requirement(_too_small_halves,
         "{found[0]} trained weights are in float16: {found[1]}, ...",
         why="AdamW keeps its state in the weights' dtype, and a scaled loss needs float32 gradients",
         do="Load the model with dtype='float32' or 'bfloat16', or train an adapter, which PEFT keeps in float32."),
-)  # fmt: skip
-
-# Once the model is patched.
-NOISE = Requirement(
-    lambda r: r.is_sft and (r.trainer or r.args).neftune_noise_alpha is not None and runs_by_document(r.model)
-    and inspect.model_type(r.model),
-    "neftune_noise_alpha with model type '{found}', whose backbone runs document by document.",
-    why="the range of NEFTune's noise depends on the length of the padded row, which is not known there",
-    do="Drop neftune_noise_alpha, or train padded with packing=False.", error=UnsupportedModel)  # fmt: skip
-PATCHED = (
-    NOISE,
     Requirement(lambda r: r.sequence_parallel > 1 and r.trainer.replaced("compute_loss"),
         "{found}, with sequence_parallel={r.sequence_parallel}.",
         why="no process has the logits of the whole row", do="Drop it, or sequence_parallel.",
         shown="an own compute_loss with sequence_parallel"),
+    Requirement(_missing_source,
+        "loss_by='{found}': the training dataset has no such column.", do="Name one of its columns."),
+    Requirement(lambda r: r.plan.fills_rows and r.trainer.replaced("_get_train_sampler"),
+        "packing_strategy='{r.packing_strategy}' has no use for a sampler: {found}.",
+        why="documents are ordered so that they fill rows",
+        do="Use packing_strategy='step' or 'minibatch', which keep the sampler's order."),
+)  # fmt: skip
+
+PATCHED = (
+    Requirement(
+        lambda r: r.is_sft and (r.trainer or r.args).neftune_noise_alpha is not None and runs_by_document(r.model)
+        and inspect.model_type(r.model),
+        "neftune_noise_alpha with model type '{found}', whose backbone runs document by document.",
+        why="the range of NEFTune's noise depends on the length of the padded row, which is not known there",
+        do="Drop neftune_noise_alpha, or train padded with packing=False.", error=UnsupportedModel),
     Requirement(_unshared,
         "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
         why="they are computed from the whole row; each process attends with as many heads"),
@@ -110,14 +126,7 @@ PATCHED = (
         "{found[0]} cannot run {found[1]} document by document.",
         why="it gathers weights each time they are used, but ranks would use them a different number of times",
         do="Use DDP or ZeRO-2.", shown="mixers that run document by document under FSDP2 or ZeRO-3"),
-    Requirement(_missing_source,
-        "loss_by='{found}': the training dataset has no such column.", do="Name one of its columns."),
-)  # fmt: skip
-
-# Once the loader is made.
-SAMPLER = (
-    Requirement(lambda r: r.plan.fills_rows and r.trainer.replaced("_get_train_sampler"),
-        "packing_strategy='{r.packing_strategy}' has no use for a sampler: {found}.",
-        why="documents are ordered so that they fill rows",
-        do="Use packing_strategy='step' or 'minibatch', which keep the sampler's order."),
+    Requirement(lambda r: r.images[1] and not r.packs_rows and error_of(require_images, r.model),
+        "a model that runs only text without its pads, with images.", why="[measured](models.md)",
+        do="Train it padded, by TRL's own trainer."),
 )  # fmt: skip

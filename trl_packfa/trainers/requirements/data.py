@@ -11,12 +11,10 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
-from ...config.arguments import FLOAT8
-from ...config.requirements import Found, Requirement
+from ...config.requirements import Found, Requirement, where
 from ...data.dataset import TEXT_COLUMNS
 from ...data.templates import holds_conversation, unmarkable
-from ...errors import InvalidDataset, UnsupportedModel
-from ...patches.measured import composites
+from ...errors import InvalidDataset
 from .training import Training
 from .trials import how_collator_fails
 
@@ -77,7 +75,7 @@ def _no_conversation(example: dict[str, Any]) -> list[str]:
 
 def _expected(run: Training) -> dict[str, tuple[type, ...]]:
     """Return the types that TRL's columns hold; none if the user's function or data collator handles any format."""
-    if run.given.get("formatting_func") is not None or not (run.packing or run.makes_text):
+    if run.formats or run.given.get("formatting_func") is not None or not (run.packs_rows or run.makes_text):
         return {}
     tokens, messages = (list, tuple, np.ndarray), (list,)
     texts = {"prompt": (str, list), "completion": (str, list), run.dataset_text_field: (str,)}
@@ -136,15 +134,6 @@ def _other_policy(run: Training) -> str:
     return default if not run.is_sft and run.overflow != default else ""
 
 
-def _refused_with_images(run: Training) -> Any:
-    """Return the type of a model by name that was measured and cannot run images; an object is measured itself."""
-    if not (isinstance(run.model, str) and run.images[1]):
-        return None
-    kind = run.config.model_type
-    known = composites()["types"].get(kind, {})
-    return known.get("verdict") in ("refused", "text only") and Found(kind, [known["why"]])
-
-
 def _unmarked(run: Training) -> Any:
     why = run.assistant_only_loss and run.tokenizer is not None and unmarkable(run.tokenizer)
     return why and Found(True, why)
@@ -162,16 +151,20 @@ def _missing_file(run: Training) -> bool:
 
 
 def _unmarking_collator(run: Training) -> Any:
-    collator = run.given.get("data_collator") if run.is_sft else None
+    collator = run.given.get("data_collator")
     why = "" if collator is None else how_collator_fails(collator)
     return why and Found(type(collator).__name__, [why])
 
 
-# Of every run on these data, padded ones too.
 DATA = (
     Requirement(_wrong_type,
         "{found[0]}_dataset must be a `Dataset` or `IterableDataset`, not {found[1]}.",
         do="{found[2]}", error=InvalidDataset),
+    # TRL's trainers that generate.
+    Requirement(lambda r: r.num_generations
+        and r.first(lambda dataset: isinstance(dataset, IterableDataset), of="datasets"),
+        "the {found[0]} dataset is a stream. TRL's {r.name} cannot train on streams.",
+        do="Drop dataset_streaming.", error=InvalidDataset),
     Requirement(lambda r: r.first(lambda example: not example),
         "the {found[0]} dataset is empty.",
         do="Check the split, filters and file names.", error=InvalidDataset),
@@ -185,17 +178,62 @@ DATA = (
     Requirement(_wrong_columns,
         "the {found[0]} dataset has columns {found[1]}; {r.name} cannot train on them.",
         why="wanted: {found[2]}", do="{found[3]}", error=InvalidDataset),
-)  # fmt: skip
-
-# Of TRL's trainers that generate.
-NO_STREAMS = (
-    Requirement(lambda r: r.first(lambda dataset: isinstance(dataset, IterableDataset), of="datasets"),
-        "the {found[0]} dataset is a stream. TRL's {r.name} cannot train on streams.",
-        do="Drop dataset_streaming.", error=InvalidDataset),
-)  # fmt: skip
-
-# Of SFT alone.
-FORMATS = (
+    *where(lambda r: r.packing,
+        Requirement(lambda r: r.is_stream and _other_policy(r),
+            "overflow='{r.overflow}' with a stream.",
+            why="its pairs are not known before they are read, so TRL cuts or drops them",
+            do="Drop overflow (the default is '{found}'), or load the whole dataset."),
+        Requirement(lambda r: not r.takes_images and r.images[1],
+            "the {r.images[0]} dataset has a column '{found}', and {r.name} takes no images.",
+            why="TRL's own trainer takes none: it would tokenize the text alone",
+            do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take images.",
+            error=InvalidDataset),
+        Requirement(lambda r: r.images[1] and _other_policy(r),
+            "overflow='{r.overflow}' with images.",
+            why="their tokens exist only after collation, where TRL cuts them",
+            do="Drop overflow (the default is '{found}')."),
+    ),
+    *where(lambda r: r.packing and not r.is_on_images,
+        Requirement(lambda r: r.first(_on_the_fly, of="datasets"),
+            "the {found[0]} dataset is transformed on the fly (set_transform or with_transform).",
+            why="packing plans with lengths before training, and a resumed run must see the same documents",
+            do="Use dataset.map(...), which is computed once, or reset_format().", error=InvalidDataset),
+    ),
+    *where(lambda r: r.packs_rows,
+        Requirement(lambda r: r.is_stream and r.plan.recuts_steps
+            and not (r.max_length or r.max_tokens_per_microbatch),
+            "packing_strategy='step' on a stream needs a token budget: max_length is None.",
+            why="the longest document of a stream is not known before training",
+            do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'."),
+        Requirement(_unmarking_collator,
+            "data_collator {found} does not carry document boundaries.",
+            why="its batch of two small documents does not say where the second begins",
+            do="Leave data_collator unset, use trl_packfa.DataCollatorForPacking, or train padded with "
+            "packing=False."),
+    ),
+    # Padded batches of images run without their pads.
+    *where(lambda r: r.is_on_images,
+        Requirement(lambda r: r.plan.fills_rows,
+            "rows cannot be filled before training: the dataset has images in its column '{r.images[1]}'.",
+            why="a processor makes their tokens during collation, so the length of an example is not known before",
+            do="Use packing_strategy='step', which re-cuts each step, or 'minibatch'."),
+        Requirement(lambda r: r.sequence_parallel > 1,
+            "sequence_parallel={r.sequence_parallel}, but the dataset has images in its column '{r.images[1]}'.",
+            why="such batches run padded rows without their pads, and only packed rows can be shared",
+            do="Drop sequence_parallel, or the column to train on the text alone."),
+        Requirement(lambda r: r.overflow != "truncate",
+            "overflow='{r.overflow}' has no effect on images (column '{r.images[1]}').",
+            why="their tokens exist only after collation, where TRL cuts them to max_length",
+            do="Drop it. Set max_length=None, so that nothing is cut."),
+        Requirement(lambda r: r.share_prefixes and ("expand_turns" if r.expand_turns else "share_prefixes"),
+            "{found}=True with images (column '{r.images[1]}').",
+            why="equal token ids may stand for different images, so documents are not known to begin alike",
+            do="Drop it, or the column to train on the text alone."),
+        Requirement(lambda r: r.loss_by,
+            "loss_by='{found}' has no effect on images (column '{r.images[1]}').",
+            why="TRL's collator of images drops other columns", do="Drop it."),
+    ),
+    # Of SFT. Its rows may be anything if a collator of the user takes them, so the collator is tried before.
     Requirement(_no_format,
         "the {found[0]} dataset has columns {found[1]}, which is no TRL format.",
         why="wanted: '{r.dataset_text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'",
@@ -219,63 +257,4 @@ TEXTS = (
         why="a chat template turns messages into text; base models often have none",
         do="Set tokenizer.chat_template and pass the tokenizer as processing_class, or save it so. SFT also takes "
         "chat_template_path: a .jinja file, or the name or folder of a model that has one."),
-)  # fmt: skip
-
-# After the rows of the data: it reads the model's config.
-TYPE_WITH_IMAGES = Requirement(_refused_with_images,
-    "a model of type '{found}' runs only text without its pads, and the dataset has images.",
-    why="[measured](models.md)", do="Train it padded.", error=UnsupportedModel)  # fmt: skip
-
-PACKABLE_DATA = (
-    Requirement(lambda r: r.is_stream and _other_policy(r),
-        "overflow='{r.overflow}' with a stream.",
-        why="its pairs are not known before they are read, so TRL cuts or drops them",
-        do="Drop overflow (the default is '{found}'), or load the whole dataset."),
-    Requirement(lambda r: r.first(_on_the_fly, of="datasets"),
-        "the {found[0]} dataset is transformed on the fly (set_transform or with_transform).",
-        why="packing plans with lengths before training, and a resumed run must see the same documents",
-        do="Use dataset.map(...), which is computed once, or reset_format().", error=InvalidDataset),
-    Requirement(lambda r: not r.takes_images and r.images[1],
-        "the {r.images[0]} dataset has a column '{found}', and {r.name} takes no images.",
-        why="TRL's own trainer takes none: it would tokenize the text alone",
-        do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take images.",
-        error=InvalidDataset),
-    Requirement(lambda r: r.images[1] and _other_policy(r),
-        "overflow='{r.overflow}' with images.",
-        why="their tokens exist only after collation, where TRL cuts them",
-        do="Drop overflow (the default is '{found}')."),
-    Requirement(lambda r: r.is_stream and r.is_sft and r.plan.recuts_steps
-        and not (r.max_length or r.max_tokens_per_microbatch),
-        "packing_strategy='step' on a stream needs a token budget: max_length is None.",
-        why="the longest document of a stream is not known before training",
-        do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'."),
-    Requirement(_unmarking_collator,
-        "data_collator {found} does not carry document boundaries.",
-        why="its batch of two small documents does not say where the second begins",
-        do="Leave data_collator unset, use trl_packfa.DataCollatorForPacking, or train padded with packing=False."),
-)  # fmt: skip
-
-# Of SFT on images, whose padded batches run without their pads.
-IMAGES = (
-    FLOAT8,
-    Requirement(lambda r: r.plan.fills_rows,
-        "rows cannot be filled before training: the dataset has images in its column '{r.images[1]}'.",
-        why="a processor makes their tokens during collation, so the length of an example is not known before",
-        do="Use packing_strategy='step', which re-cuts each step, or 'minibatch'."),
-    Requirement(lambda r: r.sequence_parallel > 1,
-        "sequence_parallel={r.sequence_parallel}, but the dataset has images in its column '{r.images[1]}'.",
-        why="such batches run padded rows without their pads, and only packed rows can be shared",
-        do="Drop sequence_parallel, or the column to train on the text alone."),
-    Requirement(lambda r: r.overflow != "truncate",
-        "overflow='{r.overflow}' has no effect on images (column '{r.images[1]}').",
-        why="their tokens exist only after collation, where TRL cuts them to max_length",
-        do="Drop it. Set max_length=None, so that nothing is cut."),
-    Requirement(lambda r: r.share_prefixes and ("expand_turns" if r.expand_turns else "share_prefixes"),
-        "{found}=True with images (column '{r.images[1]}').",
-        why="equal token ids may stand for different images, so documents are not known to begin alike",
-        do="Drop it, or the column to train on the text alone."),
-    Requirement(lambda r: r.loss_by,
-        "loss_by='{found}' has no effect on images (column '{r.images[1]}').",
-        why="TRL's collator of images drops other columns", do="Drop it."),
-    TYPE_WITH_IMAGES,
 )  # fmt: skip

@@ -24,15 +24,15 @@ from trl import SFTConfig
 from ...adapters import refuse_adapter, verdicts_on
 from ...attention import AttentionRequest, get_backend
 from ...config.arguments import FLOAT8, names_head
-from ...config.requirements import Found, Requirement
-from ...errors import TRAIN_PADDED, MissingPackage, NoBackend, PackingError, VersionTooOld
+from ...config.requirements import Found, Requirement, where
+from ...errors import TRAIN_PADDED, MissingPackage, NoBackend, PackingError, UnsupportedModel, VersionTooOld
 from ...packing import MINIBATCH
 from ...parallel.ranks import RowGroups
-from ...patches.measured import results
+from ...patches.measured import composites, results
 from ...patches.registry import get_patch_for_type
 from ...patching import inspect
 from ...versions import installed_version
-from .data import PACKABLE_DATA, TYPE_WITH_IMAGES
+from .data import DATA, TEXTS
 from .training import Training, error_of
 from .trials import how_loss_differs
 
@@ -63,7 +63,7 @@ def _missing_backend(run: Training) -> Any:
     return reasons and Found(run.attention_backend, reasons)
 
 
-def asked_parallelism(args: Any, model: Any = None) -> dict[str, int]:
+def parallel_sizes(args: Any, model: Any = None) -> dict[str, int]:
     """Read the parallel sizes that arguments, accelerate's environment, DeepSpeed's config or a loaded model have."""
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -84,7 +84,7 @@ def asked_parallelism(args: Any, model: Any = None) -> dict[str, int]:
 
 
 def _divided(run: Training) -> Any:
-    found = {name: size for name, size in asked_parallelism(run.args, run.model).items() if size > 1}
+    found = {name: size for name, size in parallel_sizes(run.args, run.model).items() if size > 1}
     return found and Found(", ".join(f"{name}={size}" for name, size in found.items()), [_DIVIDED[n] for n in found])
 
 
@@ -117,7 +117,7 @@ def _scales_zero3(run: Training) -> bool:
 
 
 def _is_zero3(run: Training) -> bool:
-    return run.is_sft and getattr(run.deepspeed_plugin, "zero_stage", 0) == 3
+    return getattr(run.deepspeed_plugin, "zero_stage", 0) == 3
 
 
 def _older(package: str, than: str) -> str:
@@ -134,6 +134,15 @@ def _refused_type(run: Training) -> PackingError | None:
     name = run.config.model_type
     known = results().get(name, {"verdict": "exact"})
     return None if known["verdict"] == "exact" else error_of(get_patch_for_type, name)
+
+
+def _refused_with_images(run: Training) -> Any:
+    """Return the type of a model by name that was measured and cannot run images; an object is measured itself."""
+    if not (isinstance(run.model, str) and run.images[1]):
+        return None
+    kind = run.config.model_type
+    known = composites()["types"].get(kind, {})
+    return known.get("verdict") in ("refused", "text only") and Found(kind, [known["why"]])
 
 
 def _unwritable(run: Training) -> Any:
@@ -174,7 +183,8 @@ def _without_flash(run: Training) -> str:
 
 def _is_unenforced(run: Training) -> bool:
     """Tell whether a plain `SFTConfig` asks for `padding_free` with a `max_length`, and not for packing."""
-    plain = run.asked if isinstance(run.asked, SFTConfig) and not isinstance(run.asked, type(run.args)) else None
+    given = run.user_args
+    plain = given if isinstance(given, SFTConfig) and not isinstance(given, type(run.args)) else None
     return plain is not None and plain.padding_free and not plain.packing and plain.max_length is not None
 
 
@@ -190,42 +200,11 @@ def _unshareable(argument: str, when: Callable[[Any], Any], why: str) -> Require
     """Return the row of an argument with which processes cannot share rows."""
     what = argument + " with sequence_parallel={r.sequence_parallel} cannot be trained."
     do = f"Drop {argument}, or sequence_parallel."
-    return Requirement(lambda r: r.sequence_parallel > 1 and when(r), what, why=why, do=do)
+    return Requirement(when, what, why=why, do=do)
 
 
-# Of `trl-packfa train`, which would fail only after minutes; the Hub is asked last.
-LAUNCH = (
-    Requirement(_unwritable,
-        "output_dir {r.output_dir} cannot be written to: {found}.",
-        do="Name another folder that you can create and write to."),
-    Requirement(lambda r: r.max_steps == 0 or (r.max_steps < 0 and r.num_train_epochs <= 0),
-        "max_steps={r.max_steps}, num_train_epochs={r.num_train_epochs}: nothing would be trained.",
-        do="Raise num_train_epochs, or set max_steps."),
-)  # fmt: skip
-HUB = (
-    Requirement(_not_at_hub,
-        "push_to_hub=True, but nothing can be pushed to the Hub from here.",
-        why="{found}",
-        do="Log in with `hf auth login`, or drop push_to_hub: `hf upload REPO FOLDER` pushes after training."),
-)  # fmt: skip
-
-# Packages that transformers asks for only once weights are read.
-PACKAGES = (
-    Requirement(lambda r: next(((name, ", ".join(_REPORTERS)) for name in r.report_to or []
-        if name not in _REPORTERS), ()),
-        "report_to='{found[0]}' does not exist.", do="Choose from {found[1]}, or pass report_to='none'."),
-    Requirement(_missing_package,
-        "report_to='{found}': its package is not installed, or not set up.",
-        do="pip install {found}, or pass report_to='none'.", error=MissingPackage),
-    Requirement(_without_flash,
-        "attn_implementation='flash_attention_2' cannot run here.",
-        why="{found}",
-        do="Drop it, because attention_backend chooses the packed attention. Or pip install 'trl-packfa[flash]'.",
-        error=MissingPackage),
-)  # fmt: skip
-
-# Of every run, padded ones too.
-TRAINABLE = (
+# Of this machine and the trainer's other arguments.
+MACHINE = (
     Requirement(lambda r: names_head(getattr(r.given.get("peft_config"), "target_modules", None)),
         "peft_config targets 'lm_head'.",
         why="TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained",
@@ -237,88 +216,127 @@ TRAINABLE = (
         "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
         why="torch cannot train through them: they are gone when the backward pass needs them",
         do="Load the model without device_map, for example with load_in_4bit=True, or shard it: fsdp=True."),
-)  # fmt: skip
-
-SETUP = (
-    FLOAT8,
-    Requirement(lambda r: ", ".join(_saves_products_in_place(r)),
-        "gradient_checkpointing_kwargs: the policy of context_fn saves {found}.",
-        why="fused LoRA adds to such a product in place, which torch would refuse in the backward",
-        do="Save other operators, as {{'selective': True}} saves attention, or pass fused_kernels=False.",
-        shown="a selective checkpoint that saves products of fused LoRA which are written in place"),
-    Requirement(_is_unenforced,
-        "padding_free=True without packing, and max_length={r.max_length}.",
-        why="TRL does not enforce max_length then, and refuses this combination",
-        do="Pass packing=True, max_length=None, or a PackedSFTConfig, which cuts documents and counts it."),
-    Requirement(lambda r: r.loss_weighting == "example" and r.given.get("compute_loss_func"),
-        "compute_loss_func with loss_weighting='example'.",
-        why="the function makes the loss itself", do="Weight the examples in the function, or drop one of the two."),
-    Requirement(lambda r: r.eval_packing and r.given.get("compute_metrics"),
-        "compute_metrics with eval_packing=True: metrics are computed example by example.",
-        why="a packed batch has one row of logits for many examples",
-        do="Leave eval_packing unset. Then evaluation is padded and training stays packed."),
-    Requirement(_scales_zero3,
-        "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
-        why="there DeepSpeed runs every backward with its loss scaling, but the check measures gradients",
-        do="Use bf16=True, or FSDP2 (fsdp=True)."),
-    Requirement(lambda r: _is_zero3(r) and _older("deepspeed", _DEEPSPEED),
-        f"ZeRO-3 needs deepspeed >= {_DEEPSPEED}, found {{found}}.",
-        why="the check needs an engine that can leave gradients alone (coalesce_grad_reduction)",
-        do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).", error=VersionTooOld),
-    Requirement(lambda r: getattr(r.accelerator_config, "dispatch_batches", None),
-        "accelerator_config.dispatch_batches=True cannot carry the boundaries of documents, or the pairs of a step.",
-        why="accelerate would concatenate and cut the batches of several ranks", do="Leave dispatch_batches unset."),
-    Requirement(lambda r: error_of(refuse_adapter, r.given.get("peft_config")),
-        "an adapter that cannot be packed.", why="[measured](models.md#adapters)"),
-    Requirement(_missing_backend,
-        "attention backend '{found}' cannot run here.",
-        why="its own requirements: `trl-packfa env`",
-        do="Pass attention_backend='auto', or see `trl-packfa env`.", error=NoBackend),
-    Requirement(_divided,
-        "{found} cannot be packed.",
-        why="such parallelism divides a layer or a row without the boundaries of its documents",
-        do="Share rows with PackedSFTConfig(sequence_parallel=N), shard the model with FSDP2 (fsdp=True), or "
-        f"{TRAIN_PADDED}.",
-        shown="tp_size, ep_size, pp_size, cp_size or sp_size above 1, wherever it is asked for"),
-    Requirement(lambda r: r.sequence_parallel > 1 and _older("transformers", _TRANSFORMERS),
-        f"sequence_parallel={{r.sequence_parallel}} needs transformers >= {_TRANSFORMERS}, found {{found}}.",
-        why="how older Trainers count processes with the same batch was not measured",
-        do="Upgrade transformers, or drop sequence_parallel.", error=VersionTooOld),
-    Requirement(lambda r: r.world_size % r.sequence_parallel,
-        "sequence_parallel={r.sequence_parallel} does not divide the number of processes, {r.world_size}.",
-        why="processes share rows in groups of equal size",
-        do="Start a multiple of {r.sequence_parallel} processes (torchrun --nproc_per_node), or lower it."),
-    _unshareable("parallelism_config",
-        lambda r: r.parallelism_config is not None and not isinstance(r.parallelism_config, RowGroups),
-        "sequence_parallel makes accelerate's device mesh itself"),
-    _unshareable("expand_turns", lambda r: r.expand_turns,
-        "the process that computes a prefix must hold the whole row"),
-    _unshareable("share_prefixes", lambda r: r.share_prefixes,
-        "the process that computes a prefix must hold the whole row"),
-    _unshareable("compute_loss_func", lambda r: r.given.get("compute_loss_func"),
-        "no process has the logits of the whole row"),
-    _unshareable("label_smoothing_factor", lambda r: r.label_smoothing_factor,
-        "no process has the logits of the whole row"),
-    _unshareable("neftune_noise_alpha", lambda r: r.neftune_noise_alpha,
-        "its noise was not measured on parts of a row"),
-    _unshareable("train_sampling_strategy='group_by_length'",
-        lambda r: r.train_sampling_strategy == "group_by_length" and r.plan == MINIBATCH,
-        "its sampler draws other batches in each process of a group; packing_strategy='step' sends them"),
+    Requirement(lambda r: next(((name, ", ".join(_REPORTERS)) for name in r.report_to or []
+        if name not in _REPORTERS), ()),
+        "report_to='{found[0]}' does not exist.", do="Choose from {found[1]}, or pass report_to='none'."),
+    Requirement(_missing_package,
+        "report_to='{found}': its package is not installed, or not set up.",
+        do="pip install {found}, or pass report_to='none'.", error=MissingPackage),
+    Requirement(_without_flash,
+        "attn_implementation='flash_attention_2' cannot run here.",
+        why="{found}",
+        do="Drop it, because attention_backend chooses the packed attention. Or pip install 'trl-packfa[flash]'.",
+        error=MissingPackage),
+    *where(lambda r: r.packing,
+        FLOAT8,
+        Requirement(lambda r: ", ".join(_saves_products_in_place(r)),
+            "gradient_checkpointing_kwargs: the policy of context_fn saves {found}.",
+            why="fused LoRA adds to such a product in place, which torch would refuse in the backward",
+            do="Save other operators, as {{'selective': True}} saves attention, or pass fused_kernels=False.",
+            shown="a selective checkpoint that saves products of fused LoRA which are written in place"),
+        Requirement(lambda r: r.loss_weighting == "example" and r.given.get("compute_loss_func"),
+            "compute_loss_func with loss_weighting='example'.",
+            why="the function makes the loss itself",
+            do="Weight the examples in the function, or drop one of the two."),
+        Requirement(lambda r: getattr(r.accelerator_config, "dispatch_batches", None),
+            "accelerator_config.dispatch_batches=True cannot carry the boundaries of documents, or the pairs of a "
+            "step.",
+            why="accelerate would concatenate and cut the batches of several ranks",
+            do="Leave dispatch_batches unset."),
+        Requirement(lambda r: error_of(refuse_adapter, r.given.get("peft_config")),
+            "an adapter that cannot be packed.", why="[measured](models.md#adapters)"),
+        Requirement(_missing_backend,
+            "attention backend '{found}' cannot run here.",
+            why="its own requirements: `trl-packfa env`",
+            do="Pass attention_backend='auto', or see `trl-packfa env`.", error=NoBackend),
+        Requirement(_divided,
+            "{found} cannot be packed.",
+            why="such parallelism divides a layer or a row without the boundaries of its documents",
+            do="Share rows with PackedSFTConfig(sequence_parallel=N), shard the model with FSDP2 (fsdp=True), or "
+            f"{TRAIN_PADDED}.",
+            shown="tp_size, ep_size, pp_size, cp_size or sp_size above 1, wherever it is asked for"),
+    ),
+    *where(lambda r: r.packs_rows,
+        Requirement(_is_unenforced,
+            "padding_free=True without packing, and max_length={r.max_length}.",
+            why="TRL does not enforce max_length then, and refuses this combination",
+            do="Pass packing=True, max_length=None, or a PackedSFTConfig, which cuts documents and counts it."),
+        Requirement(lambda r: r.eval_packing and r.given.get("compute_metrics"),
+            "compute_metrics with eval_packing=True: metrics are computed example by example.",
+            why="a packed batch has one row of logits for many examples",
+            do="Leave eval_packing unset. Then evaluation is padded and training stays packed."),
+        Requirement(_scales_zero3,
+            "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
+            why="there DeepSpeed runs every backward with its loss scaling, but the check measures gradients",
+            do="Use bf16=True, or FSDP2 (fsdp=True)."),
+        Requirement(lambda r: _is_zero3(r) and _older("deepspeed", _DEEPSPEED),
+            f"ZeRO-3 needs deepspeed >= {_DEEPSPEED}, found {{found}}.",
+            why="the check needs an engine that can leave gradients alone (coalesce_grad_reduction)",
+            do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).", error=VersionTooOld),
+    ),
+    *where(lambda r: r.packs_rows and r.sequence_parallel > 1,
+        Requirement(lambda r: _older("transformers", _TRANSFORMERS),
+            f"sequence_parallel={{r.sequence_parallel}} needs transformers >= {_TRANSFORMERS}, found {{found}}.",
+            why="how older Trainers count processes with the same batch was not measured",
+            do="Upgrade transformers, or drop sequence_parallel.", error=VersionTooOld),
+        Requirement(lambda r: r.world_size % r.sequence_parallel,
+            "sequence_parallel={r.sequence_parallel} does not divide the number of processes, {r.world_size}.",
+            why="processes share rows in groups of equal size",
+            do="Start a multiple of {r.sequence_parallel} processes (torchrun --nproc_per_node), or lower it."),
+        _unshareable("parallelism_config",
+            lambda r: r.parallelism_config is not None and not isinstance(r.parallelism_config, RowGroups),
+            "sequence_parallel makes accelerate's device mesh itself"),
+        _unshareable("expand_turns", lambda r: r.expand_turns,
+            "the process that computes a prefix must hold the whole row"),
+        _unshareable("share_prefixes", lambda r: r.share_prefixes,
+            "the process that computes a prefix must hold the whole row"),
+        _unshareable("compute_loss_func", lambda r: r.given.get("compute_loss_func"),
+            "no process has the logits of the whole row"),
+        _unshareable("label_smoothing_factor", lambda r: r.label_smoothing_factor,
+            "no process has the logits of the whole row"),
+        _unshareable("neftune_noise_alpha", lambda r: r.neftune_noise_alpha,
+            "its noise was not measured on parts of a row"),
+        _unshareable("train_sampling_strategy='group_by_length'",
+            lambda r: r.train_sampling_strategy == "group_by_length" and r.plan == MINIBATCH,
+            "its sampler draws other batches in each process of a group; packing_strategy='step' sends them"),
+    ),
 )  # fmt: skip
 
 MODEL = (
-    TYPE_WITH_IMAGES,
-    Requirement(_refused_type, "a model type that cannot be packed.", why="[measured](models.md)"),
-    Requirement(lambda r: (r.load_in_4bit or r.load_in_8bit) and _is_loaded_whole(r.model),
-        "load_in_4bit or load_in_8bit is set, but the model is already loaded, without quantization.",
-        do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument."),
-    Requirement(lambda r: isinstance(r.model, nn.Module) and error_of(verdicts_on, r.model),
-        "a model with an adapter or a quantization that cannot be packed.", why="[measured](models.md#adapters)"),
-    Requirement(_differing_loss,
-        "compute_loss_func {found} cannot be packed.",
-        why="its loss of two small documents, on random logits, is another one if they are packed",
-        do="Shift the labels, sum the loss over labels that are not -100 and divide by num_items_in_batch, or train "
-        "padded with packing=False."),
+    *where(lambda r: r.packing,
+        Requirement(_refused_with_images,
+            "a model of type '{found}' runs only text without its pads, and the dataset has images.",
+            why="[measured](models.md)", do="Train it padded.", error=UnsupportedModel),
+        Requirement(_refused_type, "a model type that cannot be packed.", why="[measured](models.md)"),
+        Requirement(lambda r: (r.load_in_4bit or r.load_in_8bit) and _is_loaded_whole(r.model),
+            "load_in_4bit or load_in_8bit is set, but the model is already loaded, without quantization.",
+            do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument."),
+        Requirement(lambda r: isinstance(r.model, nn.Module) and error_of(verdicts_on, r.model),
+            "a model with an adapter or a quantization that cannot be packed.",
+            why="[measured](models.md#adapters)"),
+    ),
+    *where(lambda r: r.packs_rows,
+        Requirement(_differing_loss,
+            "compute_loss_func {found} cannot be packed.",
+            why="its loss of two small documents, on random logits, is another one if they are packed",
+            do="Shift the labels, sum the loss over labels that are not -100 and divide by num_items_in_batch, or "
+            "train padded with packing=False."),
+    ),
 )  # fmt: skip
 
-PACKED = (*SETUP, *PACKABLE_DATA, *MODEL)
+# What can be said before weights are read. The tokenizer is loaded last.
+SETUP = (*DATA, *MACHINE, *MODEL, *TEXTS)
+
+# Of `trl-packfa train`, which would fail only after minutes; the Hub is asked last.
+LAUNCH = (
+    Requirement(_unwritable,
+        "output_dir {r.output_dir} cannot be written to: {found}.",
+        do="Name another folder that you can create and write to."),
+    Requirement(lambda r: r.max_steps == 0 or (r.max_steps < 0 and r.num_train_epochs <= 0),
+        "max_steps={r.max_steps}, num_train_epochs={r.num_train_epochs}: nothing would be trained.",
+        do="Raise num_train_epochs, or set max_steps."),
+    Requirement(_not_at_hub,
+        "push_to_hub=True, but nothing can be pushed to the Hub from here.",
+        why="{found}",
+        do="Log in with `hf auth login`, or drop push_to_hub: `hf upload REPO FOLDER` pushes after training."),
+)  # fmt: skip

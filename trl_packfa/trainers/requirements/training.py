@@ -10,13 +10,14 @@ from typing import Any
 from datasets import IterableDataset
 from transformers import PretrainedConfig
 
+from ...config.common import CommonConfig
 from ...config.requirements import Run
-from ...data.dataset import without_format
+from ...data.dataset import named_datasets, without_format
 from ...data.image_rows import image_columns
 from ...data.templates import load_tokenizer, with_template
 from ...errors import PackingError
 from ...patching import inspect
-from ..base.model_loading import config_of, named
+from ..loading import config_of
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,16 @@ class Training(Run):
 
     model: Any = None  # a name or a model
     given: Mapping[str, Any] = field(default_factory=dict)
-    asked: Any = None  # the config that the user has passed
+    user_args: Any = None  # the config that the user has passed
     formats: tuple[tuple[str, ...], ...] = ()  # of columns that a preference trainer takes
     takes_images: bool = True
+    knows_data: bool = True  # `False` before a command has loaded it
     trainer: Any = None
 
     @cached_property
     def datasets(self) -> list[tuple[str, Any]]:
         """The datasets with the names that TRL gives them."""
-        return named(self.given.get("train_dataset"), self.given.get("eval_dataset"))
+        return named_datasets(self.given.get("train_dataset"), self.given.get("eval_dataset"))
 
     @cached_property
     def examples(self) -> list[tuple[str, dict[str, Any]]]:
@@ -52,6 +54,16 @@ class Training(Run):
         return other
 
     @property
+    def is_on_images(self) -> bool:
+        """`True` for SFT on images: its padded batches run without their pads."""
+        return bool(self.is_sft and self.packing and self.images[1])
+
+    @property
+    def packs_rows(self) -> bool:
+        """`True` for SFT on text, whose documents share rows; `False` if the data is not known."""
+        return bool(self.is_sft and self.packing and self.knows_data) and not self.is_on_images
+
+    @property
     def is_stream(self) -> bool:
         """`True` if the training data is a stream."""
         return isinstance(self.given.get("train_dataset"), IterableDataset)
@@ -68,9 +80,9 @@ class Training(Run):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer or processor with its chat template; `None` if TRL finds its name in the model."""
+        """The tokenizer or processor with its chat template; `None` if TRL finds its name in the model or config."""
         given = self.given.get("processing_class")
-        if given is None and not isinstance(self.model, str):
+        if given is None and not (isinstance(self.model, str) and isinstance(self.args, CommonConfig)):
             return None
         return with_template(given or load_tokenizer(self.model, self.args), self.args)
 

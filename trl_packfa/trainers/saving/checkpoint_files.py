@@ -19,7 +19,6 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ...data.collator import FIRST_LABELS, LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
 from ...override import set_inside
 
@@ -29,29 +28,6 @@ logger = logging.getLogger(__name__)
 PACKING_REPORT = "packing_report.json"
 # The state that a resumed run needs and the Trainer does not save.
 PROGRESS = "packing_progress.json"
-_LOST = ("truncated", "split", "dropped", "tokens_lost")
-
-
-def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
-    """Add a packed batch's counts to TRL's metrics, and remove from `inputs` what is no model input."""
-    lost = inputs.pop(LOSSES, None)
-    inputs.pop(FIRST_LABELS, None)
-    layout = inputs.get("packed_layout")
-    if layout is not None:
-        lengths = layout.true_lengths
-        metrics["documents"].append(len(lengths))
-        metrics["longest_document"].append(max(lengths, default=0))
-        if capacity:
-            computed = sum(lengths) if layout.prefix_tree is None else layout.prefix_tree.num_tokens - layout.padding
-            metrics["fill"].append(computed / capacity)
-    if lost is not None:
-        for name, count in zip(_LOST, lost, strict=True):
-            metrics[name].append(count)
-
-
-def take_losses(metrics: dict[str, list[float]]) -> dict[str, float]:
-    """Take the counts of lost documents and tokens out of TRL's metrics, which it logs as means; return their sums."""
-    return {name: sum(metrics.pop(name, ())) for name in _LOST}
 
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:

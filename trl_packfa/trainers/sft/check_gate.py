@@ -28,7 +28,7 @@ from ...data.collator import FIRST_LABELS, LOSSES, SOURCES, DataCollatorForPacki
 from ...data.steps import micro_batches_of
 from ...errors import UnsupportedModel
 from ...parallel.ranks import agree, from_main_rank, row_group
-from ...patching.apply import find_state
+from ...patching.state import find_state
 from ...terminal.progress import checking
 from ...terminal.telling import tell
 from .selective import save_attention

@@ -1,21 +1,19 @@
-"""Settle a trainer's arguments: packed if possible, else padded if the user did not ask for packing."""
+"""Settle the arguments of SFT: which config is tried, and which strategy a run on images has."""
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 
-from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...errors import PackingError
-from ..base.model_loading import output_dir
-from ..padding_free.padding_free import require_patchable
-from ..requirements.data import DATA, FORMATS, TEXTS
-from ..requirements.runs import PACKAGES, PACKED, TRAINABLE
+from ..loading import output_dir
 from ..requirements.training import Training
-from .images import without_packing
+from ..settling import settle
 
 
 def settle_arguments(
@@ -30,34 +28,19 @@ def settle_arguments(
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
     """
-    asked = Training(args, "PackedSFTTrainer", model=model, given=given, asked=args)
-    require((*TRAINABLE, *DATA), asked)
-    is_asked, images = _asks_for_packing(args), asked.images[1]
-    if isinstance(args, PackedSFTConfig) and not args.packing:
-        require((*FORMATS, *PACKAGES, *TEXTS), asked)
-        return args, None, None
+    make = partial(_config, args, output_dir(model))
     # A config of TRL's names no strategy. `step` first, because it matches padded training. Where it is not possible
     # (for example a stream of documents without a length limit), each micro-batch becomes a row.
-    refusal = on_images = settled = None
-    for strategy in (None,) if is_asked else ("step", "minibatch"):
-        try:
-            settled = _packed(args, model, strategy)
-            if images:
-                settled, on_images = without_packing(asked.with_args(settled))
-            else:
-                require(PACKED, asked.with_args(settled))
-            if not is_asked:
-                require_patchable(asked.with_args(settled), unpad=bool(images))
-            refusal = None
-            break
-        except PackingError as error:
-            if is_asked:
-                raise
-            refusal = refusal or error
-    if refusal is not None or settled is None:
-        settled, on_images = _padded(args, output_dir(model)), None
-    require((*FORMATS, *PACKAGES, *TEXTS), asked.with_args(settled))
-    return settled, refusal, on_images
+    is_asked = _asks_for_packing(args)
+    packed = [make] if is_asked else [partial(make, packing_strategy=name) for name in ("step", "minibatch")]
+    padded = None if is_asked else partial(make, packing=False, use_peft=False)  # what TRL would train
+    run = Training(args, "PackedSFTTrainer", model=model, given=given, user_args=args)
+    run, refusal = settle(run, packed, padded=padded)
+    if not run.is_on_images:
+        return run.args, refusal, None
+    settled = copy.copy(run.args)  # the user's own config stays as it is
+    settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
+    return settled, None, run.plan.name
 
 
 def _asks_for_packing(args: TrainingArguments | None) -> bool:
@@ -66,15 +49,6 @@ def _asks_for_packing(args: TrainingArguments | None) -> bool:
     return isinstance(args, PackedSFTConfig) or any(getattr(args, name, False) for name in fields)
 
 
-def _padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:
-    """Return the config of the padded run that TRL would train for these arguments."""
-    options: Any = {"packing": False, "use_peft": False}
+def _config(args: TrainingArguments | None, output_dir: str, **options: Any) -> PackedSFTConfig:
+    """Return the user's config, or one with the arguments of TRL's and these options."""
     return PackedSFTConfig(output_dir, **options) if args is None else PackedSFTConfig.from_args(args, **options)
-
-
-def _packed(args: TrainingArguments | None, model: Any, strategy: str | None = None) -> PackedSFTConfig:
-    """Return the config of the packed run; `strategy` is that of a config which names none."""
-    options: Any = {} if strategy is None else {"packing_strategy": strategy}
-    if args is None:
-        return PackedSFTConfig(output_dir(model), **options)
-    return PackedSFTConfig.from_args(args, **options)

@@ -9,7 +9,6 @@ Shape letters: B rows, L row length, n tokens of a row.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,6 @@ from ...checking.compare import relative_difference
 from ...checking.rounding import last_places_off
 from ...checking.subject import compute_dtype
 from ...comparison import TOLERANCES, Comparison
-from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.batching import FREE
 from ...data.collating import CountedBatch
@@ -34,26 +32,13 @@ from ...data.step_cutting import how_to_cut, keep_padded
 from ...data.steps import CutStep, Part
 from ...packing import STEP
 from ...parallel.ranks import agree
-from ..base.packed_run import HOOKS, PackedRun
+from ..packed_run import HOOKS, PackedRun
 from ..padding_free.padding_free import run_without_pads
-from ..requirements.data import IMAGES
-from ..requirements.training import Training
 
 logger = get_logger(__name__)
 
 # The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
 ROW_WEIGHTS = "trl_packfa_row_weights"
-
-
-def without_packing(run: Training) -> tuple[PackedSFTConfig, str]:
-    """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
-
-    What rows of images do not have is refused.
-    """
-    require(IMAGES, run)
-    settled = copy.copy(run.args)  # the user's own config stays as it is
-    settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
-    return settled, run.strategy.name
 
 
 class TrainsOnImages(PackedRun, SFTTrainer):
@@ -62,19 +47,19 @@ class TrainsOnImages(PackedRun, SFTTrainer):
     _tokenizer: Any
     _recut_is_checked = False
 
-    def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
+    def run_images_without_pads(self, strategy: str) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps."""
         args: PackedSFTConfig = self.args
-        self.name_rows(own_collator=own_collator)
+        self.name_rows()
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
         if strategy != STEP.name:
             return
-        if why := self._why_images_stay(own_collator=own_collator):
+        if why := self._why_images_stay():
             keep_padded(args, why)
         else:
             self._cutter = ImageCutter(self)
 
-    def _why_images_stay(self, *, own_collator: bool) -> str:
+    def _why_images_stay(self) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
         args: PackedSFTConfig = self.args
         # Examples stay on their rank, and rows are weighted where the loss is a mean over each padded micro-batch.
@@ -88,14 +73,12 @@ class TrainsOnImages(PackedRun, SFTTrainer):
         weighted = args.loss_type == "nll" and not args.label_smoothing_factor and args.loss_weighting == "token"
         if not (self.model_accepts_loss_kwargs or weighted):
             return "the model's forward takes no num_items_in_batch, and the loss is not a sum over trained tokens"
-        if own_collator:
+        if self._own_collator:
             return "data_collator makes the batches, and they may depend on which examples are together"
         return why_images_stay(self.model, self.neftune_noise_alpha)
 
     def _why_kept(self) -> str:
-        if isinstance(self._cutter, ImageCutter):
-            return self._why_images_stay(own_collator=False)
-        return super()._why_kept()
+        return self._why_images_stay() if isinstance(self._cutter, ImageCutter) else super()._why_kept()
 
     def check_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""

@@ -8,23 +8,18 @@ from datasets import Dataset
 from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.dataloading import PackedData
-from ...data.dataset import TEXT_COLUMNS
 from ...data.image_rows import image_columns
 from ...data.prepared import marked, save, settings_of
-from ...data.raw_dataset import require_whole
 from ...data.templates import load_tokenizer
-from ...data.tokenizing import Tokenized, tokenized
 from ...errors import InvalidConfig, InvalidDataset
 from ...override import set_inside
 from ...packing import PackingReport
 from ...terminal.progress import packing_table
-from ..base.parsing import ColumnChoice, parse
-from ..requirements.data import DATA, FORMATS, TEXTS
-from ..requirements.training import Training
+from ..parsing import ColumnChoice, parse
 from .script import load_splits
+from .tokenizing import Tokenized, tokenized
 
 
 def prepare(argv: list[str]) -> int:
@@ -56,19 +51,14 @@ def _prepared(
     dataset: Dataset, tokenizer: object, args: PackedSFTConfig, *, name: str
 ) -> tuple[Dataset, PackingReport]:
     """Return a split as [`PackedSFTTrainer`] would cut it, marked, and its report."""
-    if not isinstance(dataset, Dataset):
-        raise InvalidDataset("a stream cannot be prepared.", do="Drop dataset_streaming.")
     if image_columns(dataset):
         raise InvalidDataset(
             "images are processed when they are loaded, and cannot be prepared.", do="Train on the dataset itself."
         )
-    given = {f"{name}_dataset": dataset, "processing_class": tokenizer}
-    require((*DATA, *FORMATS, *TEXTS), Training(args, "PackedSFTTrainer", model=args.model_name_or_path, given=given))
-    require_whole(dataset, name=name, columns=(*TEXT_COLUMNS, args.dataset_text_field))
     found: list[Tokenized] = []
 
     def tokenize(uncut: PackedSFTConfig) -> Dataset:
-        found.append(tokenized(dataset, tokenizer, uncut))
+        found.append(tokenized(dataset, tokenizer, uncut, name=name))
         return found[0].dataset
 
     data = PackedData(args, packs_eval=lambda: args.eval_packing is not False)

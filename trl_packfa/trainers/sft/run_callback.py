@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ...patching.state import unpadding_of
 from ...terminal.telling import tell_data, tell_end
-from ..base.clock import TrainingClock
+from ..clock import TrainingClock
 
 
 class RunCallback(TrainingClock):

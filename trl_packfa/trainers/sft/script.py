@@ -22,9 +22,8 @@ from ...errors import InvalidConfig, InvalidDataset
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, packing_table, plan_table
-from ..base.parsing import TrainerChoice, parse
-from ..requirements.data import TEXTS
-from ..requirements.runs import HUB, LAUNCH, PACKAGES
+from ..parsing import TrainerChoice, parse
+from ..requirements.runs import LAUNCH, SETUP
 from ..requirements.training import Training
 from ..saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
 from .trainer import PackedSFTTrainer
@@ -104,10 +103,9 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
 
 def _ask_first(args: Any, kind: Kind) -> str | None:
     """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
-    run = Training(args, kind.config.__name__, model=_require_model(args))
-    require((*LAUNCH, *PACKAGES), run)
+    run = Training(args, kind.config.__name__, model=_require_model(args), knows_data=False)
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
-    require((*TEXTS, *HUB), run)
+    require((*SETUP, *LAUNCH), run)  # the trainer repeats it with the data
     said = resuming_message(checkpoint) if checkpoint else _from_zero_message(args.output_dir)
     if said and args.process_index == 0:
         print(said)

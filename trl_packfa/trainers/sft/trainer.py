@@ -3,12 +3,12 @@
 The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
 calls the part that does the work:
 
-    construction            settles arguments and refuses invalid ones before data or weights are read
+    construction, settling  choose the config, and refuse before weights are read what the requirements exclude
     PackedRun               builds the trainer or the padded one, resumes, saves whole checkpoints and cards
     PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
     StepPlan, StreamCutter  cut the documents of an optimizer step into micro-batches
     LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
-    CheckGate           runs the check before the first step
+    CheckGate               runs the check before the first step
     SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
 """
 
@@ -41,7 +41,7 @@ from ...config.arguments import ARGUMENTS
 from ...config.requirements import require
 from ...config.sft import PackedSFTConfig
 from ...data.batching import KEPT
-from ...data.collator import ROW_LENGTHS, SOURCES
+from ...data.collator import ROW_LENGTHS, SOURCES, count_batch, take_losses
 from ...data.dataloading import PackedData, copies_without_waiting, send
 from ...data.dataset import AnyDataset, EvalDataset, read_lengths, take_apart, without_our_columns
 from ...data.epoch_plan import summarize_plan
@@ -59,11 +59,8 @@ from ...parallel.ranks import refuse_short_rows, require_same_documents, share_r
 from ...parallel.trainer import ShardedRowsTrainer
 from ...patching import inspect
 from ...patching.describe import describe
-from ..base.model_loading import load_as_asked, require_trained, telling_of_targets
-from ..requirements.built import PATCHED, PRECISION, SAMPLER
-from ..requirements.runs import MODEL, SETUP
-from ..requirements.training import Training
-from ..saving.checkpoint_files import count_batch, take_losses
+from ..requirements.built import BUILT, PATCHED
+from ..requirements.runs import SETUP
 from ..saving.resuming import identity
 from .check_gate import CheckGate
 from .construction import settle_arguments
@@ -140,25 +137,28 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         given |= usable(train_dataset, eval_dataset, settled, formatted=formatting_func is not None)
         if refusal is not None:
             self._tell_padded(refusal)
-        with self._given_back(model):
-            self._construct(model, settled, asked=args, **given)
+        with self._undone_if_refused(model):
+            self._construct(model, settled, user_args=args, **given)
         if on_images is not None:
-            self.run_images_without_pads(on_images, own_collator=data_collator is not None)
+            self.run_images_without_pads(on_images)
 
     def _construct(
-        self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
+        self,
+        model: Any,
+        args: PackedSFTConfig,
+        *,
+        user_args: TrainingArguments | None,
+        data_collator: Any,
+        **options: Any,
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
-        options |= load_as_asked(model, args, options, asked=asked)
-        loading = set_inside(args, model_init_kwargs=options.pop("model_init_kwargs"))  # the config is the user's
         self._packs, self._own_collator = args.packing, data_collator is not None
-        share_rows(args)
         self.compute_metrics = options["compute_metrics"]
         self._data = PackedData(args, packs_eval=lambda: self._packs_eval)
         self._terms: PaddedTerms | None = None
-        with telling_of_targets(model, args), loading:
-            super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
-        require_trained(self.model, options)
+        share_rows(args)
+        collator = None if args.packing else data_collator
+        self._build(model, args, options | {"data_collator": collator}, user_args=user_args)
         self._gate = CheckGate(self)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)
@@ -179,7 +179,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             collator=data_collator,
             counts_first_labels=not self._loss_shifts_labels,
         )
-        require(PRECISION, self._as_built)
         if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
             self._head.choose(model)
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
@@ -195,12 +194,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         require(PATCHED, self._as_built)
         self.packing_plan = self._plan(self._choose_cut())
         logger.info("trl-packfa: patched\n%s", figure("description of the patch")(describe)(model))
-
-    @property
-    def _as_built(self) -> Training:
-        """The run as it is now."""
-        given = {"compute_loss_func": self.compute_loss_func, "compute_metrics": self.compute_metrics}
-        return Training(self.args, type(self).__name__, model=self.model, given=given, trainer=self)
 
     def _patch(self, *, unpad: bool) -> None:
         """Patch the model. If the user's own code gets padded rows, it computes no pads, where it can do without."""
@@ -314,7 +307,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader: the micro-batches of this rank, packed. Those of a stream are cut once read."""
         self._data.batch_size = self.follow_batch_size()
-        require(SAMPLER, self._as_built)
         with set_inside(self, data_collator=self._data.padding_collator) if self._pads_rows else nullcontext():
             if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
                 return super().get_train_dataloader()
@@ -523,7 +515,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
                 why=["the data, the collator and the check were made with the config before"],
                 do="Change fields of trainer.args, or build another trainer.",
             )
-        require((*ARGUMENTS, *SETUP, *MODEL, *PATCHED), self._as_built)
+        require((*ARGUMENTS, *SETUP, *BUILT, *PATCHED), self._as_built)
         assert self._terms is not None, "set up with packing"
         self._terms.balances_experts = self.aux_loss_enabled
         self._pads_rows = self._wants_rows()

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ...data.files import missing_path
-from ...errors import InvalidConfig, PackingError
+from ..data.files import missing_path
+from ..errors import InvalidConfig, PackingError
 
 _FLAG, SFT_NAME = "--trainer", "sft"
 
@@ -51,7 +51,7 @@ class TrainerChoice(ColumnChoice):
     )
 
 
-def asked_trainer(argv: list[str]) -> str:
+def trainer_name(argv: list[str]) -> str:
     """Read the trainer's name from the flags or the YAML file, before the parser is built; `sft` for a wrong name."""
     names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
     asked = _value_of(_FLAG, argv)

@@ -1,10 +1,9 @@
-"""Loading of models by name or path, and merging of adapters, with errors that say what to change."""
+"""Models and adapters by name or path, for the commands `check` and `merge`; errors say what to change."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ...data.files import missing_path
-from ...errors import InvalidConfig, UnsupportedModel
+from ..data.files import missing_path
+from ..errors import InvalidConfig, UnsupportedModel
+from .loading import telling_of_model
 
 # Ends of the names of classes with a head that is no LM head.
 _HEADS = (
@@ -44,20 +44,6 @@ _BY_TASK: dict[str | None, Any] = {
     TaskType.SEQ_2_SEQ_LM: AutoModelForSeq2SeqLM,
     TaskType.FEATURE_EXTRACTION: AutoModel,
 }
-
-
-@contextmanager
-def telling_of_model(name: str, *, adapter: str | None = None) -> Iterator[None]:
-    """Turn transformers' errors about a model that cannot be loaded, or about the base of an adapter, into one."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(
-            f"cannot load the {'model' if adapter is None else f'base of the adapter {adapter},'} '{name}'.",
-            why=missing_path(name)
-            or [str(error) if Path(name).exists() else f"there is no such folder, and as a name on the Hub: {error}"],
-            do="Check the name, or the path of a folder" + ("; merge takes it as --base." if adapter else "."),
-        ) from error
 
 
 def load_for_check(name: str, *, dtype: str, adapter: str | None) -> nn.Module:

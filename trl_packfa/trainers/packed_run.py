@@ -7,28 +7,29 @@ checkpoints, reports and model cards. On images, errors name the row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import IterableDataset
-from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedModel
 
-from ...api import unpatch
-from ...checking import CheckReport
-from ...data.collating import CountedBatch
-from ...data.image_rows import NamingCollator, NumberedRows, look_at_images
-from ...data.step_cutting import count_true_tokens, keep_padded
-from ...data.steps import (
+from ..api import unpatch
+from ..checking import CheckReport
+from ..config.common import CommonConfig
+from ..config.requirements import require
+from ..data.collating import CountedBatch
+from ..data.dataset import named_datasets
+from ..data.image_rows import NamingCollator, NumberedRows, look_at_images
+from ..data.step_cutting import count_true_tokens, keep_padded
+from ..data.steps import (
     REBALANCES,
     Plan,
     StepRows,
@@ -38,14 +39,17 @@ from ...data.steps import (
     require_length,
     require_whole_step,
 )
-from ...errors import InvalidConfig, PackingError, figure
-from ...override import set_inside
-from ...packing import PackedBatchSampler, PackingReport
-from ...parallel.ranks import agree, from_main_rank, summed
-from ...patching import inspect
-from ...patching.state import find_state, restore_patch
-from ..saving.card import add_section, name_base, packing_section
-from ..saving.checkpoint_files import (
+from ..errors import PackingError, figure
+from ..override import set_inside
+from ..packing import PackedBatchSampler, PackingReport
+from ..parallel.ranks import agree, from_main_rank, summed
+from ..patching import inspect
+from ..patching.state import find_state, restore_patch
+from .loading import loading_as_configured, require_trained
+from .requirements.built import BUILT
+from .requirements.training import Training
+from .saving.card import add_section, name_base, packing_section
+from .saving.checkpoint_files import (
     PACKING_REPORT,
     PROGRESS,
     checkpoint_to_resume,
@@ -55,8 +59,8 @@ from ..saving.checkpoint_files import (
     whole_checkpoint,
     write_json,
 )
-from ..saving.resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
-from .model_loading import named
+from .saving.lock import only_run_in
+from .saving.resuming import adapter_of, require_same_adapter, require_same_run, settings_of, tell_changed
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -64,9 +68,6 @@ else:
     Base = object
 
 logger = get_logger(__name__)
-
-# With an underscore, because transformers leaves such files out when it uploads the folder.
-LOCK = "_training.lock"
 
 
 # Methods of the Trainer that get a micro-batch. What a user's own one makes of it may depend on the examples in it.
@@ -98,9 +99,11 @@ class PackedRun(Base):
     _packs: bool
     _identity: Any
     _cutter: Any = None
+    cut_reason = ""  # why steps are not re-cut
+    _own_collator = False  # whether the user's data collator makes the batches
 
     @contextmanager
-    def _given_back(self, model: Any) -> Iterator[None]:
+    def _undone_if_refused(self, model: Any) -> Iterator[None]:
         """Leave a model that a caller gave as it was if the run is refused in a `with` block, once it is built."""
         own = model if isinstance(model, nn.Module) else nn.Module()
         trained, before, given = [(p, p.requires_grad) for p in own.parameters()], find_state(own), dict(vars(self))
@@ -118,6 +121,26 @@ class PackedRun(Base):
             for parameter, trains in trained:
                 parameter.requires_grad_(trains)
             raise
+
+    def _build(
+        self, model: Any, args: CommonConfig, given: dict[str, Any], *, user_args: Any, task: str | None = None
+    ) -> None:
+        """Run TRL's `__init__` with the model loaded and adapted as the config says; refuse a model that does not fit.
+
+        `given` are the trainer's other arguments, `user_args` is the config that the user passed; see
+        [`loading_as_configured`].
+        """
+        with loading_as_configured(model, args, given, user_args=user_args, task=task):
+            super().__init__(**given | {"model": model, "args": args})
+        require_trained(self.model, given)
+        if args.packing:
+            require(BUILT, self._as_built)
+
+    @property
+    def _as_built(self) -> Training:
+        """The run as it is now."""
+        given = {"compute_loss_func": self.compute_loss_func, "compute_metrics": self.compute_metrics}
+        return Training(self.args, type(self).__name__, model=self.model, given=given, trainer=self)
 
     def _tell_padded(self, refusal: PackingError) -> None:
         """Say why a run that did not ask for packing is padded."""
@@ -211,18 +234,18 @@ class PackedRun(Base):
 
     def _settle_tokens(self) -> None:
         """Add up what all ranks have counted since the last call. Every rank calls this, as it may wait."""
-        tokens = int(summed(self.accelerator, {"": self._unsettled})[""])
+        tokens = int(summed(self.accelerator, {"tokens": self._unsettled})["tokens"])
         self._unsettled = 0
         self._total_train_tokens += tokens
         if tokens or "num_tokens" in self._metrics["train"]:
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
-    def name_rows(self, *, own_collator: bool) -> None:
+    def name_rows(self) -> None:
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
-        for name, dataset in named(self.train_dataset, self.eval_dataset):
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
             look_at_images(dataset, name=name, requires_images=in_parts)
-        if not own_collator:
+        if not self._own_collator:
             self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
@@ -279,7 +302,7 @@ class PackedRun(Base):
         """Settle again what may have changed since construction. Stock trainers read it when they use it."""
         if self._cutter is not None and (why := self._why_kept()):
             keep_padded(self.args, why)
-            self._cutter = None
+            self._cutter, self.cut_reason = None, why
 
     def _before_training(self) -> AbstractContextManager[Any]:
         """Return the context in which TRL trains."""
@@ -340,49 +363,3 @@ class PackedRun(Base):
         if self.packing_plan:
             reports["plan"] = dict(self.packing_plan)
         write_json(Path(folder) / PACKING_REPORT, reports)
-
-
-@contextmanager
-def only_run_in(folder: str | Path | None, accelerator: Accelerator | None = None) -> Iterator[None]:
-    """Lock a folder inside a `with` block, so that no other process trains into it; `None` locks nothing.
-
-    Every rank calls this, and all raise if one of them finds its folder locked: the others would wait for it.
-    """
-    lock: FileLock | None = None
-
-    def acquire() -> None:
-        nonlocal lock
-        lock = None if folder is None else _locked(folder)
-
-    try:
-        if accelerator is None:
-            acquire()
-        else:
-            agree(accelerator, acquire)
-        yield
-    finally:
-        if lock is not None:
-            # Before the release, so that no other process holds it yet. Windows deletes no open file: there the
-            # release does.
-            with suppress(OSError):
-                Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
-
-
-def _locked(folder: str | Path) -> FileLock:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        lock = FileLock(Path(folder) / LOCK, timeout=0)
-        lock.acquire()
-        return lock
-    except Timeout as error:
-        raise InvalidConfig(
-            f"another run is training into {folder}.",
-            why=["both would write, and remove, the same checkpoints"],
-            do="Give this run another output_dir, or end the other one.",
-        ) from error
-    except OSError as error:
-        raise InvalidConfig(
-            f"output_dir {folder} cannot be written to: {error.strerror or error}.",
-            do="Name a folder that can be written to, or pass save_strategy='no'.",
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
-from ...adapters import refuse_quantization
-from ...config.common import CommonConfig
-from ...data.dataset import AnyDataset, EvalDataset
-from ...errors import InvalidConfig
-from ...patching import inspect
-from ...terminal.telling import tell
-from .hub import telling_of_model
+from ..adapters import refuse_quantization
+from ..config.common import CommonConfig
+from ..data.files import missing_path
+from ..errors import InvalidConfig, UnsupportedModel
+from ..override import set_inside
+from ..patching import inspect
+from ..terminal.telling import tell
 
 logger = get_logger(__name__)
 
@@ -42,10 +43,18 @@ def output_dir(model: str | PreTrainedModel | PeftModel, method: str = "SFT") ->
     return f"{name.rstrip('/').split('/')[-1] or 'model'}-{method}"
 
 
-def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
-    """List every dataset that was given, with the name that TRL gives it."""
-    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
-    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+@contextmanager
+def telling_of_model(name: str, *, adapter: str | None = None) -> Iterator[None]:
+    """Turn transformers' errors about a model that cannot be loaded, or about the base of an adapter, into one."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the {'model' if adapter is None else f'base of the adapter {adapter},'} '{name}'.",
+            why=missing_path(name)
+            or [str(error) if Path(name).exists() else f"there is no such folder, and as a name on the Hub: {error}"],
+            do="Check the name, or the path of a folder" + ("; merge takes it as --base." if adapter else "."),
+        ) from error
 
 
 def config_of(name: str, args: CommonConfig) -> PretrainedConfig:
@@ -84,26 +93,22 @@ def quantization_of(kind: str, args: CommonConfig) -> BitsAndBytesConfig | None:
     return config
 
 
-@contextmanager
-def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
-    """Turn PEFT's errors about the default adapter's targets and dropout into errors that name the field to change."""
-    try:
-        yield
-    except ValueError as error:
-        if "does not work with lora_dropout" in str(error):
-            raise InvalidConfig(
-                f"lora_dropout={args.lora_dropout} on a mixture of experts.",
-                why=["PEFT adapts the weights of all experts as one parameter, and supports no dropout there"],
-                do="Set lora_dropout=0, or name only linear layers in lora_target_modules (q_proj, v_proj ...).",
-            ) from error
-        if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
-            raise
-        layers = ", ".join(_linear_layers(model, args))
-        raise InvalidConfig(
-            f"lora_target_modules={args.lora_target_modules} matches no layer of the model.",
-            why=[f"its linear layers are {layers}"] if layers else [],
-            do="Name some of its layers, or drop lora_target_modules to adapt all linear ones.",
-        ) from error
+def _misfit(error: ValueError, model: Any, args: Any) -> InvalidConfig | None:
+    """Return an error that names the field to change for PEFT's about the default adapter; `None` for other errors."""
+    if "does not work with lora_dropout" in str(error):
+        return InvalidConfig(
+            f"lora_dropout={args.lora_dropout} on a mixture of experts.",
+            why=["PEFT adapts the weights of all experts as one parameter, and supports no dropout there"],
+            do="Set lora_dropout=0, or name only linear layers in lora_target_modules (q_proj, v_proj ...).",
+        )
+    if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
+        return None
+    layers = ", ".join(_linear_layers(model, args))
+    return InvalidConfig(
+        f"lora_target_modules={args.lora_target_modules} matches no layer of the model.",
+        why=[f"its linear layers are {layers}"] if layers else [],
+        do="Name some of its layers, or drop lora_target_modules to adapt all linear ones.",
+    )
 
 
 def _linear_layers(model: Any, args: Any) -> list[str]:
@@ -179,22 +184,25 @@ def _listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def load_as_asked(
+@contextmanager
+def loading_as_configured(
     model: str | PreTrainedModel | PeftModel,
     args: CommonConfig,
     given: dict[str, Any],
     *,
-    asked: TrainingArguments | None,
+    user_args: TrainingArguments | None,
     task: str | None = None,
-) -> dict[str, Any]:
-    """Return the `model_init_kwargs`, `quantization_config` and `peft_config` for TRL to load the model with.
+) -> Iterator[None]:
+    """Let TRL load and adapt the model as the arguments say, inside a `with` block.
 
-    A model given by name is loaded as the arguments say. The user's own quantization and adapter in `given`, the
-    trainer's arguments, win over them, and a model whose parameters an optimizer of the user holds gets no adapter.
-    `asked` is the config that the user passed, `task` the adapter's task type.
+    `given`, the trainer's arguments, gets `quantization_config` and `peft_config`; those of the user win, and a model
+    whose parameters an optimizer of the user holds gets no adapter. For the block the config has the
+    `model_init_kwargs` of a model by name. `user_args` is the config that the user passed, `task` the adapter's
+    task type.
 
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
+        [`InvalidConfig`]: if the default adapter does not fit the model.
     """
     if args.packing and args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
@@ -216,16 +224,23 @@ def load_as_asked(
         if adapter is not None:
             if task is not None:
                 adapter.task_type = task
-            if not isinstance(asked, type(args)):  # the user passed no config of ours
+            if not isinstance(user_args, type(args)):  # the user passed no config of ours
                 logger.warning(
                     "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) "
                     "trains all parameters.",
-                    "no config" if asked is None else f"a plain {type(asked).__name__}",
+                    "no config" if user_args is None else f"a plain {type(user_args).__name__}",
                     type(args).__name__.replace("Config", "Trainer"), adapter.r, type(args).__name__,
                 )  # fmt: skip
     if said := args.settle_learning_rate(adapts=adapter is not None or isinstance(model, PeftModel)):
         tell(args, said)
-    return {"model_init_kwargs": loading, "quantization_config": quantization, "peft_config": adapter}
+    given |= {"quantization_config": quantization, "peft_config": adapter}
+    try:
+        with set_inside(args, model_init_kwargs=loading):  # the config is the user's
+            yield
+    except ValueError as error:
+        if (misfit := _misfit(error, model, args)) is None:
+            raise
+        raise misfit from error
 
 
 def _tell_idle_gpus(args: CommonConfig) -> None:

@@ -1,1 +1,0 @@
-"""Common base of the packed trainers: arguments, models and runs."""
