@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "shared"))
 
+import pretended_head
 import pretended_liger
 from peft import LoraConfig, get_peft_model
 from pretended import on_any_device
@@ -49,6 +50,7 @@ from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import devices, liger
+from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead
 from trl_packfa.kernels.lora import projections
 from trl_packfa.layout import from_call
@@ -270,7 +272,10 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
     ))  # fmt: skip
     forward = recorder.as_one(pretended_liger.swiglu_forward, "swiglu", lambda a, r: r)
     backward = recorder.as_one(pretended_liger.swiglu_backward, "swiglu_backward", lambda a, r: (a[:3], a[:2]))
+    # Two passes that read the logits, and one that writes their slopes.
+    score = recorder.as_one(pretended_head.score_rows, "score_rows", lambda a, r: (a[0], a[0], *a))
     with MonkeyPatch.context() as patched:
+        patched.setattr(chunked, "score_kernel", lambda logits: score)
         patched.setattr(pretended_liger, "LigerRMSNormFunction", norm)
         patched.setattr(pretended_liger, "LigerRopeFunction", rope)
         patched.setattr(pretended_liger, "swiglu_forward", forward)
@@ -288,7 +293,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         patched.setattr(trl_utils, "_use_triton", lambda device: True)
         fold = recorder.as_one(chunked_logprob._forward_tile, "fold", lambda a, r: a[0])
         slope = recorder.as_one(chunked_logprob._backward_tile, "slope", lambda a, r: (a[0], a[0]))
-        product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], *a))
+        product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], a[0], *a))
         for name, function in (("_forward_tile", fold), ("_backward_tile", slope), ("_addmm_fp32", product)):
             patched.setattr(chunked_logprob, name, function)
         patched.syspath_prepend(HERE / "stand_in")

@@ -1,4 +1,4 @@
-"""Liger's Triton kernels, as they are called here, compiled for an H100 where there is none; nothing is
+"""Liger's Triton kernels, as they are called here, and our own, compiled for an H100 where there is none; nothing is
 launched. Skipped where Triton or liger-kernel is missing."""
 
 import pytest
@@ -78,6 +78,19 @@ def test_swiglu(features, dtype, arch, liger, compiled, monkeypatch):
     _SwiGLU.apply(gate, up).sum().backward()
     end = "_tiled" if tiled else ""
     assert names(compiled) == {f"_swiglu_forward_kernel{end}", f"_swiglu_backward_kernel{end}"}
+
+
+# Llama 3's, an odd one, a tiny one.
+@pytest.mark.parametrize("words", [128_256, 32_001, 40])
+@pytest.mark.parametrize(("measures", "slopes"), [(True, True), (False, True), (True, False)])
+@HALF_AND_FULL
+@ARCHES
+def test_lm_head(words, measures, slopes, dtype, compiled):
+    from trl_packfa.kernels.lm_head.triton_kernel import score_rows
+
+    logits, targets, scores = torch.zeros(3, words, dtype=dtype), torch.zeros(3).long(), torch.zeros(3, 3)
+    score_rows(logits, targets, scores, measures=measures, slopes=slopes)
+    assert names(compiled) == {"_score_row"} and len(compiled) == 1
 
 
 @ARCHES
