@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
-from trl_packfa.kernels import liger
+from trl_packfa.kernels import liger, rotary
 from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
@@ -105,6 +105,42 @@ def test_the_rotation_writes_over_nothing(calls):
     rotated = rotate(query, key, angles.cos(), angles.sin())
     assert calls["rope"] == 1 and torch.equal(query, before[0]) and torch.equal(key, before[1])
     assert differs(rotated[0], query) and rotated[0].is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("build", "hooked", "owned"),
+    [
+        (adapted, False, True),
+        (adapted, True, False),
+        (partial(adapted, "qwen3"), False, False),
+        (partial(tiny.model, layers=2), False, False),
+        (partial(tiny.model, layers=2), True, False),
+    ],
+    ids=["fused", "hooked", "after q_norm", "full", "full, hooked"],
+)
+def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, owned, calls, monkeypatch):
+    """What a hook has kept stays, and gradients are those of copies, to the bit."""
+    seen, kept, rotates = [], [], rotary.rotate_by_liger
+
+    def rotate_by_liger(*given, overwrites):
+        before = given[1].clone(), given[2].clone()
+        found = rotates(*given, overwrites=overwrites)
+        seen.append(any(map(differs, given[1:3], before)))
+        return found
+
+    def copying(*given, overwrites):
+        return rotates(*given, overwrites=False)
+
+    model = build()
+    if hooked:
+        for layer in model.get_decoder().layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    found = []
+    for function in (copying, rotate_by_liger):
+        monkeypatch.setattr(rotary, "rotate_by_liger", function)
+        found.append(run(model))
+    assert seen == [owned] * 2 and len(kept) == 4 * hooked and all(torch.equal(*pair) for pair in kept)
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
 
 
 def test_only_packed_calls_run_them(calls):

@@ -62,13 +62,14 @@ class LigerRopeFunction(Function):
 
 def _rotated(x, cos, sin, *, sign):
     """Rotate `x` `(B, heads, L, H)`, in its own memory if that is contiguous in the order `(B, L, heads, H)`."""
-    laid = x.transpose(1, 2).contiguous().data
+    out = x.transpose(1, 2).contiguous()
+    laid = out.data  # as Triton writes: autograd's count of a tensor's versions does not see it
     half = cos.shape[-1] // 2
     # The first halves of the tables only, in the dtype of the sines.
     c, s = (table[..., :half].unsqueeze(2) for table in (cos, sin))
     low, high = laid[..., :half].to(s.dtype), laid[..., half : 2 * half].to(s.dtype)
     laid[..., :half], laid[..., half : 2 * half] = low * c - sign * high * s, high * c + sign * low * s
-    return laid.transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def swiglu_forward(a, b, gate_multiplier=1.0):

@@ -138,18 +138,26 @@ def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | N
 
 
 def rotate_by_liger(
-    kernels: LigerKernels, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    kernels: LigerKernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    overwrites: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
-    Both halves of `cos` and `sin` must be equal, because the kernel reads the first half only.
+    Both halves of `cos` and `sin` must be equal, because the kernel reads the first half only. `overwrites` allows to
+    overwrite query and key.
     """
     dtype = torch.promote_types(query.dtype, cos.dtype)
-    # The kernel overwrites its inputs, so it gets copies: a backward or a hook may still need the inputs. In the
+    # The kernel overwrites its inputs. So it gets copies, unless no backward and no hook can need the inputs. In the
     # backward it overwrites the gradients of the attention, which nothing else reads.
-    copies = (x.to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2) for x in (query, key))
+    options = {"memory_format": torch.contiguous_format, "copy": not overwrites}
+    pair = (x.to(dtype, **options).transpose(1, 2) for x in (query, key))
     with torch.cuda.device_of(query):
-        rotated = kernels.rope.apply(*copies, cos.to(dtype), sin.to(dtype))
+        rotated = kernels.rope.apply(*pair, cos.to(dtype), sin.to(dtype))
     query, key = (x.transpose(1, 2) for x in rotated)  # type: ignore[union-attr]
     return query, key
 
