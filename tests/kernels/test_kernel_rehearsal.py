@@ -41,14 +41,13 @@ def names(compiled):
 @HALF_AND_FULL
 @ARCHES
 def test_norms(shape, dtype, liger, compiled):
-    from trl_packfa.kernels.liger import takes
+    from trl_packfa.kernels.liger import norm_by_liger, takes
 
     x, weight = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.ones(shape[-1], dtype=dtype)
     assert takes(x, weight)
-    out = liger.rms_norm.apply(x, weight.requires_grad_(shape[1] == 9), 1e-6, 0.0, "llama", False)
-    out.sum().backward()
-    block = "_block" if x[..., 0].numel() >= 4096 * 8 else ""
-    assert names(compiled) == {f"{block}_rms_norm_forward_kernel", f"{block}_rms_norm_backward_kernel"}
+    norm_by_liger(liger, 1e-6, x, weight.requires_grad_(shape[1] == 9)).sum().backward()
+    forward, backward = ("_block", "_block") if shape[-1] <= 256 else ("", "_fused_add")
+    assert names(compiled) == {f"{forward}_rms_norm_forward_kernel", f"{backward}_rms_norm_backward_kernel"}
 
 
 # Grouped heads, a part of the head (Phi), and each row's own tables.

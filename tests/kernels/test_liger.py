@@ -155,7 +155,7 @@ def test_graphs_fuse_by_themselves(calls):
     model = patch(adapted())
     compile_layers(model, backend="aot_eager")
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
-    assert calls == {"rms_norm": 1}, "the last norm, which stands behind the layers"
+    assert calls == {"rms_norm": 1, "rms_norm_backward": 1}, "the last norm, which stands behind the layers"
 
 
 def test_what_is_not_llamas_is_left_alone(calls):
@@ -175,6 +175,29 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("narrow", [0, 256], ids=["wide", "narrow"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norms_backward_leaves_the_incoming_gradient(dtype, trains, narrow, calls, monkeypatch):
+    monkeypatch.setattr(liger, "_NARROW", narrow)
+    norm, x, grad = LlamaRMSNorm(8).to(dtype), torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    found = []
+    for kind in ("liger", "own", "exact"):
+        to = torch.float64 if kind == "exact" else dtype
+        given = x.to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_(trains)
+        incoming = grad.to(to)
+        if kind == "liger":
+            out = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
+        elif kind == "own":
+            out = given[1] * (given[0].float() * (given[0].float().square().mean(-1, True) + 1e-6).rsqrt()).to(to)
+        else:
+            out = given[1] * given[0] * (given[0].square().mean(-1, True) + 1e-6).rsqrt()
+        gradients = torch.autograd.grad(out, given[: 1 + trains], incoming)
+        assert torch.equal(incoming, grad.to(to))
+        found.append((out.detach(), dict(enumerate(gradients))))
+    assert_no_worse(*found)
+
+
 def test_takes_what_the_kernels_take(calls):
     fits = torch.zeros(2, 8)
     assert liger.takes(fits, fits)
@@ -185,7 +208,7 @@ def test_takes_what_the_kernels_take(calls):
 def test_another_activation_is_not_silu(calls):
     model = patch(tiny.model(layers=2, hidden_act="gelu").train())
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
-    assert calls == {"rms_norm": 5, "rope": 2} and "SwiGLU" not in describe(model)
+    assert calls == {"rms_norm": 5, "rms_norm_backward": 5, "rope": 2} and "SwiGLU" not in describe(model)
 
 
 def test_describe_says_what_runs(calls, monkeypatch):
