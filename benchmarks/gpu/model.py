@@ -343,7 +343,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         block, warps, mode = ctx.launch
-        given = (grads[0].contiguous(), *ctx.saved_tensors, 0.0, mode, block, warps, True, None, False)
+        given: Any = (grads[0].contiguous(), *ctx.saved_tensors, 0.0, mode, block, warps, True, None, False)
         return pretended_liger.rms_norm_backward(*given)[0], None, None
 
 

@@ -10,6 +10,7 @@ import pretended_liger
 import pytest
 import tiny
 import torch
+from peft import PeftModel
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
@@ -20,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.kernels import liger, rotary
+from trl_packfa.kernels.lora import projections
 from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
@@ -56,17 +58,29 @@ def test_results_are_the_models_own(architecture, lora, calls):
     assert_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize(
+    "build",
+    [adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)],
+    ids=["LoRA", "dropout", "full"],
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
-def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
-    context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
-    model = adapted() if lora else tiny.model(layers=2).train()
-    exact = run(copy.deepcopy(model).double(), fused_kernels=False)
-    model = model if autocast else model.to(torch.bfloat16)
-    expected, found = run(model, fused_kernels=False, context=context), run(model, context=context)
-    norms = 5 + AGAIN * lora
-    assert calls["rms_norm"] == norms and calls["rope"] == 2 and calls["swiglu_backward"] == 2
-    assert_no_worse(found, expected, exact)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_further_from_the_truth(dtype, autocast, build, calls, monkeypatch):
+    """In bfloat16 gradients of `lora_A` come from the input of a norm, and no norm runs again."""
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
+    context = partial(torch.autocast, "cpu", dtype) if autocast else nullcontext
+    model = build().train()
+    half, found = model if autocast else copy.deepcopy(model).to(dtype), []
+    for kind in ("ours", "own", "exact"):
+        torch.manual_seed(7)
+        if kind == "ours":
+            found.append(run(half, context=context))
+            again = AGAIN if isinstance(model, PeftModel) and dtype is torch.float16 else 0
+            assert [calls["rms_norm"], calls["rope"], calls["swiglu_backward"]] == [5 + again, 2, 2]
+        else:
+            given = {"own": half, "exact": copy.deepcopy(model).double()}[kind]
+            found.append(run(given, fused_kernels=False, context=context if kind == "own" else nullcontext))
+    assert_no_worse(*found)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "PEFT's own"])
@@ -187,7 +201,7 @@ def test_a_norms_backward_leaves_the_incoming_gradient(dtype, trains, narrow, ca
         given = x.to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_(trains)
         incoming = grad.to(to)
         if kind == "liger":
-            out = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
+            out, _ = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
         elif kind == "own":
             out = given[1] * (given[0].float() * (given[0].float().square().mean(-1, True) + 1e-6).rsqrt()).to(to)
         else:

@@ -131,7 +131,10 @@ def norm_on_cuda(hidden: torch.Tensor, weight: torch.Tensor) -> LigerKernels | N
 
 
 def norm_by_liger(kernels: LigerKernels, eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Compute Llama's RMSNorm of `(..., D)` in one pass over memory forward and one backward."""
+    """Compute Llama's RMSNorm of `(..., D)` in one pass over memory forward and one backward.
+
+    Also return the factor of each row that the kernel has multiplied with, `(T,)`, float32.
+    """
     with torch.cuda.device_of(hidden):
         return _RMSNorm.apply(hidden, weight, eps, kernels)
 
@@ -142,17 +145,21 @@ class _RMSNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, kernels: LigerKernels
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # "llama" casts as Llama does: float32 up to the weight, then the input's dtype.
         normed, _, rates, *launch = kernels.norm_forward(hidden, weight, eps, 0.0, "llama", None)
         ctx.save_for_backward(hidden, weight, rates)
         ctx.kernels, (ctx.block, ctx.warps, ctx.mode) = kernels, launch
-        return normed
+        ctx.mark_non_differentiable(rates)
+        ctx.set_materialize_grads(False)  # torch would make zeros for the rates
+        return normed, rates
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[Any, ...]:
         """Compute the gradients of the input and of the weight."""
+        if grad is None:
+            return (None,) * 4
         hidden, weight, rates = ctx.saved_tensors
         grad, trains = grad.contiguous(), ctx.needs_input_grad[1]
         options = (weight, rates, 0.0, ctx.mode, ctx.block, ctx.warps)
