@@ -204,8 +204,13 @@ class Recorder(TorchDispatchMode):
             kind = "dequantize"
         writes_only = name in _WRITES_ONLY or kwargs.get("beta") == 0
         given = (args[1:] if writes_only else args, {k: v for k, v in kwargs.items() if k != "out"})
-        # Of the table only the elements at the index are read or written, as many as there are in the index.
-        self.add(kind, flops, (args[2:], args[2:]) if packet in _AT_INDEX else (given, result))
+        moved = (given, result)
+        # Of the table only the elements at the index are read or written: as many as there are in the index, or rows.
+        if packet in _AT_INDEX:
+            moved = (args[2:], args[2:])
+        elif packet is _aten.embedding:
+            moved = (args[1:], result, result)
+        self.add(kind, flops, moved)
 
     def add(self, kind: str, flops: float, moved: Any) -> None:
         """Count one operator, which reads or writes each of these tensors once."""
