@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "shared"))
 
+import pretended_head
 import pretended_liger
 from peft import LoraConfig, get_peft_model
 from pretended import on_any_device
@@ -49,6 +50,7 @@ from trl_packfa.attention import varlen
 from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import devices, liger
+from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead
 from trl_packfa.kernels.lora import projections
 from trl_packfa.layout import from_call
@@ -201,8 +203,13 @@ class Recorder(TorchDispatchMode):
             kind = "dequantize"
         writes_only = name in _WRITES_ONLY or kwargs.get("beta") == 0
         given = (args[1:] if writes_only else args, {k: v for k, v in kwargs.items() if k != "out"})
-        # Of the table only the elements at the index are read or written, as many as there are in the index.
-        self.add(kind, flops, (args[2:], args[2:]) if packet in _AT_INDEX else (given, result))
+        moved = (given, result)
+        # Of the table only the elements at the index are read or written: as many as there are in the index, or rows.
+        if packet in _AT_INDEX:
+            moved = (args[2:], args[2:])
+        elif packet is _aten.embedding:
+            moved = (args[1:], result, result)
+        self.add(kind, flops, moved)
 
     def add(self, kind: str, flops: float, moved: Any) -> None:
         """Count one operator, which reads or writes each of these tensors once."""
@@ -263,14 +270,21 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
 
     `by_liger` also replaces the parts of transformers' Llama that `use_liger_kernel=True` replaces.
     """
-    norm, rope = (_as_one_each(recorder, function, moved) for function, moved in (
-        (pretended_liger.LigerRMSNormFunction, (lambda a, r: (a[1], r), _norm_backward)),
-        (pretended_liger.LigerRopeFunction, (lambda a, r: (r, r), lambda a, r: (r[:2], r[:2]))),
-    ))  # fmt: skip
+    rope = _as_one_each(recorder, pretended_liger.LigerRopeFunction,
+                        (lambda a, r: (r, r), lambda a, r: (r[:2], r[:2])))  # fmt: skip
+    norms = {
+        "rms_norm_forward": lambda a, r: (a[0], r[0]),
+        "rms_norm_backward": _norm_backward,
+        "fused_add_rms_norm_backward": lambda a, r: (*a[:3], r[0]),
+    }
     forward = recorder.as_one(pretended_liger.swiglu_forward, "swiglu", lambda a, r: r)
     backward = recorder.as_one(pretended_liger.swiglu_backward, "swiglu_backward", lambda a, r: (a[:3], a[:2]))
+    # Two passes that read the logits, and one that writes their slopes.
+    score = recorder.as_one(pretended_head.score_rows, "score_rows", lambda a, r: (a[0], a[0], *a))
     with MonkeyPatch.context() as patched:
-        patched.setattr(pretended_liger, "LigerRMSNormFunction", norm)
+        patched.setattr(chunked, "score_kernel", lambda logits: score)
+        for name, moved in norms.items():
+            patched.setattr(pretended_liger, name, recorder.as_one(getattr(pretended_liger, name), name, moved))
         patched.setattr(pretended_liger, "LigerRopeFunction", rope)
         patched.setattr(pretended_liger, "swiglu_forward", forward)
         patched.setattr(pretended_liger, "swiglu_backward", backward)
@@ -287,7 +301,7 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         patched.setattr(trl_utils, "_use_triton", lambda device: True)
         fold = recorder.as_one(chunked_logprob._forward_tile, "fold", lambda a, r: a[0])
         slope = recorder.as_one(chunked_logprob._backward_tile, "slope", lambda a, r: (a[0], a[0]))
-        product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], *a))
+        product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], a[0], *a))
         for name, function in (("_forward_tile", fold), ("_backward_tile", slope), ("_addmm_fp32", product)):
             patched.setattr(chunked_logprob, name, function)
         patched.syspath_prepend(HERE / "stand_in")
@@ -307,8 +321,8 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
 
 def _norm_backward(args: Any, result: Any) -> Any:
     """Return what Liger 0.8.5 moves: out of place, it fills the result with zeros before the kernel writes it."""
-    moved = (args[1], args[1], result[0])
-    return [moved] if result[0] is args[1] else [result[0], moved]
+    moved = (*args[:2], result[0])
+    return [moved] if result[0] is args[0] else [result[0], moved]
 
 
 def _as_one_each(recorder: Recorder, function: Any, moved: tuple[Callable[..., Any], ...]) -> Any:
@@ -323,8 +337,22 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed, x, rates, *ctx.launch = pretended_liger.rms_norm_forward(x, weight, eps, 0.0, "llama", None)
+        ctx.save_for_backward(x, weight, rates)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        block, warps, mode = ctx.launch
+        given: Any = (grads[0].contiguous(), *ctx.saved_tensors, 0.0, mode, block, warps, True, None, False)
+        return pretended_liger.rms_norm_backward(*given)[0], None, None
+
+
 def _liger_norm(self: Any, hidden_states: torch.Tensor) -> Any:
-    return pretended_liger.LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "llama")
+    return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
 class _SiluMul(torch.autograd.Function):

@@ -84,7 +84,7 @@ def test_half_precision_is_multiplied_in_half_precision(half_products, monkeypat
     model = adapted(base=tiny.model(layers=2).bfloat16())
     made = watched(monkeypatch, Layers, "__init__")
     run(model, fused=True)
-    assert {dtype for _, _, dtype, _ in made} == {torch.bfloat16}
+    assert {given[2] for given in made} == {torch.bfloat16}
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data *= 1e-3

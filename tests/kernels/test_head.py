@@ -1,5 +1,10 @@
 """The LM head that scores trained positions only: TRL's numbers, at less work."""
 
+import os
+import subprocess
+import sys
+
+import pretended_head
 import pytest
 import tiny
 import torch
@@ -23,6 +28,16 @@ def batch(count=40, *, seed=0):
     labels[:, : count // 2] = -100
     labels[:, [25, 30, 31]] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", "gpu", "triton"])
+
+
+def on(device, monkeypatch):
+    """Take the code of a CPU, of a GPU, or of a GPU with Triton."""
+    monkeypatch.setattr(devices, "is_cpu", lambda _: device == "cpu")
+    if device == "triton":
+        monkeypatch.setattr(chunked, "score_kernel", lambda logits: pretended_head.score_rows)
 
 
 def with_heads(architecture="llama", *, kind=ChunkedHead, trains=True, **config):
@@ -56,15 +71,15 @@ def model_without_labels(model):
     return model(input_ids=everything["input_ids"], labels=everything["input_ids"], fused_lm_head=True)
 
 
-@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@DEVICES
 @pytest.mark.parametrize("trains", ["hidden", "head", "both"])
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
-def test_gradients_are_those_of_the_logits(trains, transform, on_cpu, monkeypatch):
+def test_gradients_are_those_of_the_logits(trains, transform, device, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
     values = {"_TILE": 0, "_TILE_ON_GPU": 0, "_FEWEST": 64}
     for name, value in values.items():
         monkeypatch.setattr(chunked, name, value)
-    monkeypatch.setattr(devices, "is_cpu", lambda device: on_cpu)
+    on(device, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(trains in (which, "both"))
@@ -97,13 +112,13 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     assert is_top1.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@DEVICES
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, on_cpu, monkeypatch):
+def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, device, monkeypatch):
     """Hidden states and head. A loss's gradient of one thousandth is no power of two; some tokens are likely."""
-    monkeypatch.setattr(devices, "is_cpu", lambda device: on_cpu)
+    on(device, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (150, 40))
     labels = torch.randint(0, 40, (150,), generator=generator)
@@ -127,12 +142,38 @@ def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, on_cpu, m
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
     """Entropy and top-1 of steps that are not logged, slopes of an evaluation."""
-    asked, slopes = [], chunked.Chunk.slopes
-    monkeypatch.setattr(chunked.Chunk, "slopes", lambda self: asked.append("slopes") or slopes(self))
+    asked, write = [], chunked.Chunk._write_slopes
+    monkeypatch.setattr(chunked.Chunk, "_write_slopes", lambda self: asked.append("slopes") or write(self))
     hidden = torch.randn(20, 16, requires_grad=gradients)  # without, as a backbone without gradients leaves it
     _, entropy, is_top1 = LogProbs.apply(hidden, torch.randn(40, 16), None, torch.zeros(20).long(), Transform(), False)
     assert not entropy.any() and not is_top1.any()
     assert ("slopes" in asked) == gradients
+
+
+def test_tritons_kernel_scores_what_it_takes(monkeypatch):
+    """Logits on CUDA in its dtypes, if Triton is there. A softcap stays with torch."""
+    fits = torch.zeros(2, 8)
+    assert chunked.score_kernel(fits) is None, "on a CPU"
+    monkeypatch.setattr(chunked, "lies_on_cuda", lambda tensor: True)
+    assert chunked.score_kernel(fits.double()) is None
+    monkeypatch.setattr(chunked, "find_spec", lambda name: None)
+    assert chunked.score_kernel(fits) is None
+    monkeypatch.setattr(chunked, "score_kernel", lambda logits: pretended_head.score_rows)
+    kinds = [
+        type(chunk)
+        for transform in (Transform(2.0), Transform(2.0, 5.0))
+        for _, chunk in chunked.Chunks(torch.zeros(3, 16), torch.zeros(8, 16), None, torch.zeros(3).long(), transform)
+    ]
+    assert kinds == [chunked.KernelChunk, chunked.Chunk]
+
+
+def test_tritons_kernel_by_its_interpreter():
+    """Against float64, as its stand-in in the tests above."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, pretended_head.__file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.parametrize(

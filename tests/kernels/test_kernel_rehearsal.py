@@ -1,4 +1,4 @@
-"""Liger's Triton kernels, as they are called here, compiled for an H100 where there is none; nothing is
+"""Liger's Triton kernels, as they are called here, and our own, compiled for an H100 where there is none; nothing is
 launched. Skipped where Triton or liger-kernel is missing."""
 
 import pytest
@@ -41,14 +41,13 @@ def names(compiled):
 @HALF_AND_FULL
 @ARCHES
 def test_ligers_norm_compiles(shape, dtype, liger, compiled):
-    from trl_packfa.kernels.liger import takes
+    from trl_packfa.kernels.liger import norm_by_liger, takes
 
     x, weight = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.ones(shape[-1], dtype=dtype)
     assert takes(x, weight)
-    out = liger.rms_norm.apply(x, weight.requires_grad_(shape[1] == 9), 1e-6, 0.0, "llama", False)
-    out.sum().backward()
-    block = "_block" if x[..., 0].numel() >= 4096 * 8 else ""
-    assert names(compiled) == {f"{block}_rms_norm_forward_kernel", f"{block}_rms_norm_backward_kernel"}
+    norm_by_liger(liger, 1e-6, x, weight.requires_grad_(shape[1] == 9))[0].sum().backward()
+    forward, backward = ("_block", "_block") if shape[-1] <= 256 else ("", "_fused_add")
+    assert names(compiled) == {f"{forward}_rms_norm_forward_kernel", f"{backward}_rms_norm_backward_kernel"}
 
 
 # Grouped heads, a part of the head (Phi), and each row's own tables.
@@ -61,7 +60,7 @@ def test_ligers_rotation_compiles(heads, width, rotated, rows, dtype, liger, com
 
     query, key = (torch.zeros(rows, 9, n, width, dtype=dtype, requires_grad=True) for n in heads)
     cos, sin = torch.zeros(2, rows, 9, rotated, dtype=dtype)
-    outs = rotate_by_liger(liger, query, key, cos, sin)
+    outs = rotate_by_liger(liger, query, key, cos, sin, overwrites=False)
     sum(out.sum() for out in outs).backward()
     assert names(compiled) == {"_triton_rope"} and len(compiled) == 2
 
@@ -78,6 +77,19 @@ def test_ligers_swiglu_compiles(features, dtype, arch, liger, compiled, monkeypa
     _SwiGLU.apply(gate, up).sum().backward()
     end = "_tiled" if tiled else ""
     assert names(compiled) == {f"_swiglu_forward_kernel{end}", f"_swiglu_backward_kernel{end}"}
+
+
+# Llama 3's, an odd one, a tiny one.
+@pytest.mark.parametrize("words", [128_256, 32_001, 40])
+@pytest.mark.parametrize(("measures", "slopes"), [(True, True), (False, True), (True, False)])
+@HALF_AND_FULL
+@ARCHES
+def test_lm_head(words, measures, slopes, dtype, compiled):
+    from trl_packfa.kernels.lm_head.triton_kernel import score_rows
+
+    logits, targets, scores = torch.zeros(3, words, dtype=dtype), torch.zeros(3).long(), torch.zeros(3, 3)
+    score_rows(logits, targets, scores, measures=measures, slopes=slopes)
+    assert names(compiled) == {"_score_row"} and len(compiled) == 1
 
 
 @ARCHES

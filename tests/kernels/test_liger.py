@@ -10,6 +10,7 @@ import pretended_liger
 import pytest
 import tiny
 import torch
+from peft import PeftModel
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
@@ -19,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
-from trl_packfa.kernels import liger
+from trl_packfa.kernels import liger, rotary
+from trl_packfa.kernels.lora import projections
 from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
@@ -56,17 +58,29 @@ def test_results_are_the_models_own(architecture, lora, calls):
     assert_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize(
+    "build",
+    [adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)],
+    ids=["LoRA", "dropout", "full"],
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
-def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
-    context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
-    model = adapted() if lora else tiny.model(layers=2).train()
-    exact = run(copy.deepcopy(model).double(), fused_kernels=False)
-    model = model if autocast else model.to(torch.bfloat16)
-    expected, found = run(model, fused_kernels=False, context=context), run(model, context=context)
-    norms = 5 + AGAIN * lora
-    assert calls["rms_norm"] == norms and calls["rope"] == 2 and calls["swiglu_backward"] == 2
-    assert_no_worse(found, expected, exact)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_further_from_the_truth(dtype, autocast, build, calls, monkeypatch):
+    """In bfloat16 gradients of `lora_A` come from the input of a norm, and no norm runs again."""
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
+    context = partial(torch.autocast, "cpu", dtype) if autocast else nullcontext
+    model = build().train()
+    half, found = model if autocast else copy.deepcopy(model).to(dtype), []
+    for kind in ("ours", "own", "exact"):
+        torch.manual_seed(7)
+        if kind == "ours":
+            found.append(run(half, context=context))
+            again = AGAIN if isinstance(model, PeftModel) and dtype is torch.float16 else 0
+            assert [calls["rms_norm"], calls["rope"], calls["swiglu_backward"]] == [5 + again, 2, 2]
+        else:
+            given = {"own": half, "exact": copy.deepcopy(model).double()}[kind]
+            found.append(run(given, fused_kernels=False, context=context if kind == "own" else nullcontext))
+    assert_no_worse(*found)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "PEFT's own"])
@@ -107,6 +121,42 @@ def test_the_rotation_writes_over_nothing(calls):
     assert differs(rotated[0], query) and rotated[0].is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("build", "hooked", "owned"),
+    [
+        (adapted, False, True),
+        (adapted, True, False),
+        (partial(adapted, "qwen3"), False, False),
+        (partial(tiny.model, layers=2), False, False),
+        (partial(tiny.model, layers=2), True, False),
+    ],
+    ids=["fused", "hooked", "after q_norm", "full", "full, hooked"],
+)
+def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, owned, calls, monkeypatch):
+    """What a hook has kept stays, and gradients are those of copies, to the bit."""
+    seen, kept, rotates = [], [], rotary.rotate_by_liger
+
+    def rotate_by_liger(*given, overwrites):
+        before = given[1].clone(), given[2].clone()
+        found = rotates(*given, overwrites=overwrites)
+        seen.append(any(map(differs, given[1:3], before)))
+        return found
+
+    def copying(*given, overwrites):
+        return rotates(*given, overwrites=False)
+
+    model = build()
+    if hooked:
+        for layer in model.get_decoder().layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    found = []
+    for function in (copying, rotate_by_liger):
+        monkeypatch.setattr(rotary, "rotate_by_liger", function)
+        found.append(run(model))
+    assert seen == [owned] * 2 and len(kept) == 4 * hooked and all(torch.equal(*pair) for pair in kept)
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
+
+
 def test_only_packed_calls_run_them(calls):
     model, ids = tiny.model(layers=2), torch.arange(3, 20)[None]
     expected = model(input_ids=ids).logits
@@ -119,7 +169,7 @@ def test_graphs_fuse_by_themselves(calls):
     model = patch(adapted())
     compile_layers(model, backend="aot_eager")
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
-    assert calls == {"rms_norm": 1}, "the last norm, which stands behind the layers"
+    assert calls == {"rms_norm": 1, "rms_norm_backward": 1}, "the last norm, which stands behind the layers"
 
 
 def test_what_is_not_llamas_is_left_alone(calls):
@@ -139,6 +189,29 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("narrow", [0, 256], ids=["wide", "narrow"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norms_backward_leaves_the_incoming_gradient(dtype, trains, narrow, calls, monkeypatch):
+    monkeypatch.setattr(liger, "_NARROW", narrow)
+    norm, x, grad = LlamaRMSNorm(8).to(dtype), torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    found = []
+    for kind in ("liger", "own", "exact"):
+        to = torch.float64 if kind == "exact" else dtype
+        given = x.to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_(trains)
+        incoming = grad.to(to)
+        if kind == "liger":
+            out, _ = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
+        elif kind == "own":
+            out = given[1] * (given[0].float() * (given[0].float().square().mean(-1, True) + 1e-6).rsqrt()).to(to)
+        else:
+            out = given[1] * given[0] * (given[0].square().mean(-1, True) + 1e-6).rsqrt()
+        gradients = torch.autograd.grad(out, given[: 1 + trains], incoming)
+        assert torch.equal(incoming, grad.to(to))
+        found.append((out.detach(), dict(enumerate(gradients))))
+    assert_no_worse(*found)
+
+
 def test_takes_what_the_kernels_take(calls):
     fits = torch.zeros(2, 8)
     assert liger.takes(fits, fits)
@@ -149,7 +222,7 @@ def test_takes_what_the_kernels_take(calls):
 def test_another_activation_is_not_silu(calls):
     model = patch(tiny.model(layers=2, hidden_act="gelu").train())
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
-    assert calls == {"rms_norm": 5, "rope": 2} and "SwiGLU" not in describe(model)
+    assert calls == {"rms_norm": 5, "rms_norm_backward": 5, "rope": 2} and "SwiGLU" not in describe(model)
 
 
 def test_describe_says_what_runs(calls, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_projection_that_nothing_reads_has_no_gradient(calls):
 
     def read(*names):
         layers = [getattr(attention, name) for name in names]
-        forward = torch.compile(lambda x: project_together(x, *layers)[0], backend="aot_eager")
+        forward = torch.compile(lambda x: project_together(x, *layers)[0][0], backend="aot_eager")
         factor = attention.q_proj.lora_A["default"].weight
         return torch.autograd.grad(forward(x).sum(), factor)[0]
 

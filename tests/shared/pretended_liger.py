@@ -1,5 +1,6 @@
 """CPU stand-ins for Liger's kernels, as strict about dtypes, shapes and memory as liger-kernel 0.8.5. They take the
-same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of that version."""
+same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,fused_add_rms_norm,rope,swiglu}.py`
+of that version."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -25,26 +26,37 @@ def _require(tensors, *, same=()):
         raise RuntimeError(f"the result would be in the first's dtype: {[tensor.dtype for tensor in same]}")
 
 
-class LigerRMSNormFunction(Function):
-    @staticmethod
-    def forward(ctx, X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        assert casting_mode == "llama" and offset == 0.0 and X.shape[-1] == W.shape[0]
-        _require([X, W], same=[X, W])
-        wide = X.float()
-        rate = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(X, W, rate)
-        ctx.in_place = in_place
-        return (wide * rate).to(X.dtype) * W
+def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
+    assert casting_mode == "llama" and offset == 0.0 and X.shape[-1] == W.shape[0]
+    _require([X, W], same=[X, W])
+    rates = (X.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    flat = X.view(-1, X.shape[-1])
+    return (X.float() * rates).to(X.dtype) * W, flat, rates.flatten(), "block", "warps", "mode"
 
-    @staticmethod
-    def backward(ctx, dY):
-        X, W, rate = ctx.saved_tensors
-        dY = dY.contiguous()
-        x, m = X.float(), dY.float() * W.float()
-        dX = rate * (m - rate.square() * (m * x).mean(-1, keepdim=True) * x)
-        dW = (dY.float() * (x * rate).to(X.dtype).float()).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        result = dY.copy_(dX) if ctx.in_place else dX.to(X.dtype)
-        return result, None if dW is None else dW.to(W.dtype), None, None, None, None, None
+
+def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None):
+    assert X.dim() == 2, "rows are found by the first stride"
+    dX, dW = _norm_backward(dY, X, W, RSTD, offset, (BLOCK_SIZE, num_warps, casting_mode), needs_dw)
+    return (dY.copy_(dX) if in_place else torch.zeros_like(dY).copy_(dX)), dW
+
+
+def fused_add_rms_norm_backward(
+    dY, dS_out, S, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, num_stages, in_place, needs_dw=None
+):
+    assert num_stages == 2 and not in_place and dS_out.view(-1, dS_out.shape[-1]).dtype == dY.dtype
+    dX, dW = _norm_backward(dY, S, W, RSTD, offset, (BLOCK_SIZE, num_warps, casting_mode), needs_dw)
+    dX = (dX + dS_out.float()).to(S.dtype)
+    return dX, dX, dW
+
+
+def _norm_backward(dY, X, W, RSTD, offset, launch, needs_dw):
+    assert launch == ("block", "warps", "mode") and offset == 0.0 and RSTD.dtype == torch.float32
+    _require([dY, X, W], same=[dY, X, W])
+    x, m, rates = X.float().view_as(dY), dY.float() * W.float(), RSTD.view(*dY.shape[:-1], 1)
+    dX = rates * (m - rates.square() * (m * x).mean(-1, keepdim=True) * x)
+    if not needs_dw:
+        return dX, None
+    return dX, (dY.float() * (x * rates).to(X.dtype).float()).flatten(0, -2).sum(0).to(W.dtype)
 
 
 class LigerRopeFunction(Function):
@@ -62,13 +74,14 @@ class LigerRopeFunction(Function):
 
 def _rotated(x, cos, sin, *, sign):
     """Rotate `x` `(B, heads, L, H)`, in its own memory if that is contiguous in the order `(B, L, heads, H)`."""
-    laid = x.transpose(1, 2).contiguous().data
+    out = x.transpose(1, 2).contiguous()
+    laid = out.data  # as Triton writes: autograd's count of a tensor's versions does not see it
     half = cos.shape[-1] // 2
     # The first halves of the tables only, in the dtype of the sines.
     c, s = (table[..., :half].unsqueeze(2) for table in (cos, sin))
     low, high = laid[..., :half].to(s.dtype), laid[..., half : 2 * half].to(s.dtype)
     laid[..., :half], laid[..., half : 2 * half] = low * c - sign * high * s, high * c + sign * low * s
-    return laid.transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def swiglu_forward(a, b, gate_multiplier=1.0):
@@ -104,15 +117,16 @@ def pretend_liger(monkeypatch):
 
         return call
 
-    class Norm:
-        apply = staticmethod(counted(LigerRMSNormFunction.apply, "rms_norm"))
-
     class Rope:
         apply = staticmethod(counted(LigerRopeFunction.apply, "rope"))
 
-    kernels = liger.LigerKernels(
-        "0.8.5", Norm, Rope, counted(swiglu_forward, "swiglu_forward"), counted(swiglu_backward, "swiglu_backward")
+    norms = (
+        counted(rms_norm_forward, "rms_norm"),
+        counted(rms_norm_backward, "rms_norm_backward"),
+        counted(fused_add_rms_norm_backward, "rms_norm_backward"),
     )
+    products = (counted(swiglu_forward, "swiglu_forward"), counted(swiglu_backward, "swiglu_backward"))
+    kernels = liger.LigerKernels("0.8.5", *norms, Rope, *products)
     for module in ("trl_packfa.kernels.liger", "trl_packfa.kernels.norms", "trl_packfa.patching.describe"):
         monkeypatch.setattr(f"{module}.liger_kernels", lambda: kernels)
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")

@@ -34,11 +34,17 @@ MOST_FEATURES = 65536
 _MODULE = "liger_kernel.ops"
 # Functions by name, with the arguments that are passed here. The installed functions must have these arguments.
 _FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "LigerRMSNormFunction": ("X", "W", "eps", "offset", "casting_mode", "in_place"),
+    "rms_norm_forward": ("X", "W", "eps", "offset", "casting_mode", "row_mode"),
+    "rms_norm_backward": ("dY", "X", "W", "RSTD", "offset", "casting_mode", "BLOCK_SIZE", "num_warps", "in_place",
+                          "row_mode", "needs_dw"),
+    "fused_add_rms_norm_backward": ("dY", "dS_out", "S", "W", "RSTD", "offset", "casting_mode", "BLOCK_SIZE",
+                                    "num_warps", "num_stages", "in_place", "needs_dw"),
     "LigerRopeFunction": ("q", "k", "cos", "sin"),
     "swiglu_forward": ("a", "b"),
     "swiglu_backward": ("a", "b", "dc"),
-}
+}  # fmt: skip
+# Liger's norms take several rows at once up to this width. They pipeline sums with a residual in two stages.
+_NARROW, _STAGES = 256, 2
 _SILU = (nn.SiLU, SiLUActivation)
 
 
@@ -46,7 +52,9 @@ class LigerKernels(NamedTuple):
     """The functions of `liger_kernel.ops` on this machine."""
 
     version: str
-    rms_norm: type[Function]  # of `(..., D)`
+    norm_forward: Callable[..., Any]  # of `(..., D)`
+    norm_backward: Callable[..., Any]  # to the gradients of input and weight
+    summed_norm_backward: Callable[..., Any]  # of the norm of a sum, which also gets the sum's own gradient
     rope: type[Function]  # rotates queries and keys `(B, heads, L, H)`, and overwrites them
     swiglu_forward: Callable[..., Any]  # `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`
     swiglu_backward: Callable[..., Any]  # `(gate, up, gradient)` to the gradients; overwrites `gate` and `up`
@@ -123,11 +131,50 @@ def norm_on_cuda(hidden: torch.Tensor, weight: torch.Tensor) -> LigerKernels | N
 
 
 def norm_by_liger(kernels: LigerKernels, eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Compute Llama's RMSNorm of `(..., D)` in one pass over memory forward and one backward."""
-    # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
-    # incoming gradient, which a residual also reads.
+    """Compute Llama's RMSNorm of `(..., D)` in one pass over memory forward and one backward.
+
+    Also return the factor of each row that the kernel has multiplied with, `(T,)`, float32.
+    """
     with torch.cuda.device_of(hidden):
-        return kernels.rms_norm.apply(hidden, weight, eps, 0.0, "llama", False)
+        return _RMSNorm.apply(hidden, weight, eps, kernels)
+
+
+class _RMSNorm(Function):
+    """Autograd function of Llama's RMSNorm of `(..., D)`. It saves the input, and a float32 number of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, kernels: LigerKernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # "llama" casts as Llama does: float32 up to the weight, then the input's dtype.
+        normed, _, rates, *launch = kernels.norm_forward(hidden, weight, eps, 0.0, "llama", None)
+        ctx.save_for_backward(hidden, weight, rates)
+        ctx.kernels, (ctx.block, ctx.warps, ctx.mode) = kernels, launch
+        ctx.mark_non_differentiable(rates)
+        ctx.set_materialize_grads(False)  # torch would make zeros for the rates
+        return normed, rates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[Any, ...]:
+        """Compute the gradients of the input and of the weight."""
+        if grad is None:
+            return (None,) * 4
+        hidden, weight, rates = ctx.saved_tensors
+        grad, trains = grad.contiguous(), ctx.needs_input_grad[1]
+        options = (weight, rates, 0.0, ctx.mode, ctx.block, ctx.warps)
+        # In place would overwrite the incoming gradient, which a residual also reads.
+        with torch.cuda.device_of(hidden):
+            if hidden.shape[-1] <= _NARROW:
+                hidden = hidden.flatten(0, -2)
+                by_hidden, by_weight = ctx.kernels.norm_backward(grad, hidden, *options, False, None, trains)
+            else:
+                # The plain norm's backward (0.8.5) fills its result with zeros first; this one does not. The gradient
+                # that it adds is one row of zeros.
+                zeros = torch.zeros_like(weight).expand_as(grad)
+                given = (grad, zeros, hidden, *options, _STAGES, False, trains)
+                by_hidden, _, by_weight = ctx.kernels.summed_norm_backward(*given)
+        return by_hidden, by_weight, None, None
 
 
 def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | None:
@@ -138,18 +185,26 @@ def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | N
 
 
 def rotate_by_liger(
-    kernels: LigerKernels, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    kernels: LigerKernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    overwrites: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
-    Both halves of `cos` and `sin` must be equal, because the kernel reads the first half only.
+    Both halves of `cos` and `sin` must be equal, because the kernel reads the first half only. `overwrites` allows to
+    overwrite query and key.
     """
     dtype = torch.promote_types(query.dtype, cos.dtype)
-    # The kernel overwrites its inputs, so it gets copies: a backward or a hook may still need the inputs. In the
+    # The kernel overwrites its inputs. So it gets copies, unless no backward and no hook can need the inputs. In the
     # backward it overwrites the gradients of the attention, which nothing else reads.
-    copies = (x.to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2) for x in (query, key))
+    options = {"memory_format": torch.contiguous_format, "copy": not overwrites}
+    pair = (x.to(dtype, **options).transpose(1, 2) for x in (query, key))
     with torch.cuda.device_of(query):
-        rotated = kernels.rope.apply(*copies, cos.to(dtype), sin.to(dtype))
+        rotated = kernels.rope.apply(*pair, cos.to(dtype), sin.to(dtype))
     query, key = (x.transpose(1, 2) for x in rotated)  # type: ignore[union-attr]
     return query, key
 

@@ -1,7 +1,8 @@
 """Llama's RMSNorm with the fastest kernel of its device, and outputs of norms that a backward computes again.
 
 They are computed from what the norm keeps for its own backward. Fused LoRA would keep a norm's output beside the
-norm's input. That is as much memory, for a computation of one pass.
+norm's input. That is as much memory, for a computation of one pass. Where only gradients of `lora_A` need the output,
+they are computed from the norm's input and [`Scales`] in that pass' place.
 
 Shape letters: T tokens, D normalized features.
 """
@@ -22,7 +23,8 @@ from ..override import Override, computes_as
 from .cpu import are_worth_it, rms_norm_in_pieces
 from .liger import lies_on_cuda, liger_kernels, norm_by_liger, norm_on_cuda
 
-_Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# From `(..., D)` and a weight `(D,)` to the norm's output and, if the kernel tells, the factors of rows `(T,)`.
+_Norm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Source(NamedTuple):
@@ -30,8 +32,16 @@ class Source(NamedTuple):
 
     hidden: torch.Tensor
     weight: torch.Tensor
+    rates: torch.Tensor | None  # factors of rows `(T,)`, float32
     norm: _Norm
     versions: tuple[int, int]  # of the output and of `hidden`
+
+
+class Scales(NamedTuple):
+    """Factors by which a norm's output differs from its input."""
+
+    rows: torch.Tensor  # `(T, 1)`, float32
+    features: torch.Tensor  # `(D,)`
 
 
 # Of the outputs that are alive. An attribute of a tensor would be saved with it.
@@ -40,10 +50,14 @@ _SOURCES: MutableMapping[torch.Tensor, Source] = WeakTensorKeyDictionary()
 
 def run_norm(norm: _Norm, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute a norm's output, and note how it was made."""
-    normed = norm(hidden, weight)
+    normed, rates = norm(hidden, weight)
     if torch.is_grad_enabled():
-        _SOURCES[normed] = Source(hidden.detach(), weight, norm, (normed._version, hidden._version))
+        _SOURCES[normed] = Source(hidden.detach(), weight, rates, norm, (normed._version, hidden._version))
     return normed
+
+
+def _norm_in_pieces(eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return rms_norm_in_pieces(eps, hidden, weight), None
 
 
 def has_norm_kernel(module: nn.Module) -> bool:
@@ -69,7 +83,7 @@ class RMSNormOverride(Override):
         # Graphs come no further than here, and cannot read the context.
         if not (in_pieces or kernels) or current_call().layout is None:
             return self.call_original(hidden_states)
-        compute = partial(norm_by_liger, kernels, eps) if kernels else partial(rms_norm_in_pieces, eps)
+        compute = partial(norm_by_liger, kernels, eps) if kernels else partial(_norm_in_pieces, eps)
         return run_norm(compute, hidden_states, weight)
 
 
@@ -87,10 +101,18 @@ def source_of(x: torch.Tensor) -> Source | None:
 def save_input(ctx: Any, x_TD: torch.Tensor, source: Source | None, *others: torch.Tensor | None) -> None:
     """Save the input of an autograd function, or what it was made of, and other tensors."""
     ctx.norm = None if source is None else source.norm
-    ctx.save_for_backward(*((x_TD, None) if source is None else source[:2]), *others)
+    ctx.save_for_backward(*((x_TD, None, None) if source is None else source[:3]), *others)
 
 
-def saved_input(ctx: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the input `(T, D)` and the other tensors that [`save_input`] has saved."""
-    x, weight, *others = ctx.saved_tensors
-    return x if weight is None else ctx.norm(x, weight).flatten(0, -2), others
+def saved_input(ctx: Any, dtype: torch.dtype) -> tuple[torch.Tensor, Scales | None, list[torch.Tensor]]:
+    """Return the input `(T, D)` for products in `dtype`, and the other tensors that [`save_input`] has saved.
+
+    With [`Scales`] the input lacks these factors.
+    """
+    x, weight, rates, *others = ctx.saved_tensors
+    if weight is None:
+        return x, None, others
+    # In float16, gradients times the factors of rows may overflow. In float32, other products need the output, too.
+    if rates is None or dtype != torch.bfloat16:
+        return ctx.norm(x, weight)[0].flatten(0, -2), None, others
+    return x.flatten(0, -2), Scales(rates[:, None], weight), others

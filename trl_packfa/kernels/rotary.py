@@ -20,14 +20,14 @@ _IS_PLAIN: ContextVar[bool] = ContextVar("trl_packfa_plain_rotation", default=Fa
 
 
 def rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, overwrites: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
     Features after the first R stay as they are (partial rotary). The result is that of transformers'
     `apply_rotary_pos_emb`. A CPU uses `cpu.py`. CUDA uses Liger's kernel, which assumes that the second half of
     `cos` and `sin` is a copy of the first, as in Llama's tables. Compiled graphs and all other cases use transformers'
-    function.
+    function. `overwrites` allows to overwrite query and key, which nobody else may then hold.
     """
     if torch.compiler.is_compiling() or _IS_PLAIN.get() or cos.requires_grad or sin.requires_grad:
         return _rotate_by_transformers(query, key, cos, sin)
@@ -36,7 +36,7 @@ def rotate(
     kernels = rotation_on_cuda(query, cos)
     if kernels is None:
         return _rotate_by_transformers(query, key, cos, sin)
-    return rotate_by_liger(kernels, query, key, cos, sin)
+    return rotate_by_liger(kernels, query, key, cos, sin, overwrites=overwrites)
 
 
 def rotates(function: Callable[..., Any]) -> bool:

@@ -10,6 +10,7 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,12 +24,14 @@ from ...compile import around_graphs, outside_of_graphs
 from ...override import Override, forward_signature
 from ...parallel.zero3 import is_in_parts
 from .. import devices
+from ..liger import DTYPES, lies_on_cuda
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
 # Number of logits of a chunk. On a CPU larger products are faster, up to these 64 MB of float32; one buffer serves all
-# chunks. In half precision there is a float32 copy, too. A GPU is kept busy by a thousand positions: half a gigabyte.
+# chunks. In half precision there is a float32 copy, too, unless a kernel reads it. A GPU is kept busy by a thousand
+# positions: half a gigabyte of float32.
 _TILE, _TILE_IN_HALF, _TILE_ON_GPU = 16 * 1024**2, 4 * 1024**2, 128 * 1024**2
 # Numbers of positions are multiples of it; smaller chunks would read the head's weight too often.
 _FEWEST = 128
@@ -165,15 +168,9 @@ class LogProbs(torch.autograd.Function):
         chunks = Chunks(states, weight, bias, labels, transform)
         with torch.autocast(states.device.type, enabled=False):
             for part, chunk in chunks:
-                if measures:  # each step overwrites what the one before has made
-                    scores[2, part] = chunk.logits.max(-1).indices == labels[part]  # faster than `argmax` on a CPU
-                log_probs = chunk.log_probs()
-                scores[0, part] = log_probs.gather(-1, chunk.target)[:, 0]
-                if measures:
-                    scores[1, part] = -log_probs.exp().mul_(log_probs).sum(-1)
+                chunk.score(scores, part, measures=measures, slopes=slopes is not None)
                 if slopes is not None:
-                    by_logits = chunk.slopes()
-                    slopes[part] = by_logits if weight is None else by_logits @ chunks.weight
+                    slopes[part] = chunk.products if weight is None else chunk.products @ chunks.weight
         ctx.save_for_backward(*((states, weight, bias, labels) if head_trains else (slopes,)))
         ctx.head_trains, ctx.transform, ctx.autocast = head_trains, transform, chunks.dtype
         is_top1 = scores[2].bool()
@@ -196,9 +193,10 @@ class LogProbs(torch.autograd.Function):
         by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         chunks = Chunks(hidden, weight, bias, labels, ctx.transform, dtype=ctx.autocast)
+        scores = hidden.new_empty((3, len(hidden)), dtype=torch.float32)
         for part, chunk in chunks:
-            chunk.log_probs()
-            slopes = chunk.slopes()
+            chunk.score(scores, part, measures=False, slopes=True)
+            slopes = chunk.products
             if by_hidden is not None:
                 by_hidden[part] = scaled(slopes @ chunks.weight, by[part])
             if by_weight is not None:
@@ -255,7 +253,7 @@ def positions_per_chunk(dtype: torch.dtype, words: int, *, on_cpu: bool) -> int:
 
 
 class Chunks:
-    """An iterable over chunks of logits, `(slice, Chunk)`. The next chunk overwrites the last one."""
+    """An iterable over chunks of logits, each with its slice. The next chunk overwrites the last one."""
 
     def __init__(
         self,
@@ -272,12 +270,14 @@ class Chunks:
         self.weight: Any = None if weight is None else weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
 
-    def __iter__(self) -> Iterator[tuple[slice, Chunk]]:
+    def __iter__(self) -> Iterator[tuple[slice, Chunk | KernelChunk]]:
         words = self.states.shape[1] if self.weight is None else len(self.weight)
         on_cpu = devices.is_cpu(self.states.device)
         size = min(positions_per_chunk(self.dtype, words, on_cpu=on_cpu), len(self.states))
         products = self.states.new_empty((size, words), dtype=self.dtype)
-        floats = products if self.dtype == torch.float32 else torch.empty_like(products, dtype=torch.float32)
+        kernel = score_kernel(products) if self.transform.softcap is None else None
+        in_place = kernel is not None or self.dtype == torch.float32
+        floats = products if in_place else torch.empty_like(products, dtype=torch.float32)
         for start in range(0, len(self.states), max(size, 1)):
             part = slice(start, min(start + size, len(self.states)))
             count = part.stop - start
@@ -290,8 +290,32 @@ class Chunks:
                 rows.add_(self.bias)
             if self.transform.scale != 1.0:
                 rows.mul_(self.transform.scale)
-            logits = rows if floats is products else floats[:count].copy_(rows)
-            yield part, Chunk(logits, rows, self.labels[part, None], self.transform.softcap)
+            if kernel is not None:
+                yield part, KernelChunk(rows, self.labels[part], kernel)
+            else:
+                logits = rows if floats is products else floats[:count].copy_(rows)
+                yield part, Chunk(logits, rows, self.labels[part, None], self.transform.softcap)
+
+
+def score_kernel(logits: torch.Tensor) -> Callable[..., None] | None:
+    """Return [`~triton_kernel.score_rows`] if it takes logits `(n, V)`, else `None`."""
+    if not lies_on_cuda(logits) or logits.dtype not in DTYPES or find_spec("triton") is None:
+        return None
+    from .triton_kernel import score_rows  # Triton is there for GPUs only
+
+    return score_rows
+
+
+class KernelChunk(NamedTuple):
+    """One chunk of logits `(n, V)`, the `products`, which one kernel scores. They are overwritten."""
+
+    products: torch.Tensor
+    targets: torch.Tensor  # `(n,)`
+    kernel: Callable[..., None]
+
+    def score(self, scores: torch.Tensor, part: slice, *, measures: bool, slopes: bool) -> None:
+        """Do what [`Chunk.score`] does."""
+        self.kernel(self.products, self.targets, scores[:, part], measures=measures, slopes=slopes)
 
 
 class Chunk:
@@ -310,20 +334,28 @@ class Chunk:
             self.curve = 1 - bent.square()
             bent.mul_(softcap)
 
-    def log_probs(self) -> torch.Tensor:
-        """Overwrite the logits by log-probabilities of all words `(n, V)`."""
-        return torch.log_softmax(self.logits, -1, out=self.logits)
+    def score(self, scores: torch.Tensor, part: slice, *, measures: bool, slopes: bool) -> None:
+        """Write log-probabilities to this part of `scores` `(3, P)`; with `measures` also entropies and top-1 flags.
 
-    def slopes(self) -> torch.Tensor:
-        """Return the derivatives of the target's log-probability by the head's output, negated, in its dtype `(n, V)`.
-
-        They come after [`log_probs`], and lack the transform's factor.
+        With `slopes` the derivatives of the target's log-probability by the head's output, negated and without the
+        transform's factor, overwrite the products.
         """
+        if measures:  # each step overwrites what the one before has made
+            scores[2, part] = self.logits.max(-1).indices == self.target.view(-1)  # faster than `argmax` on a CPU
+        log_probs = torch.log_softmax(self.logits, -1, out=self.logits)
+        scores[0, part] = log_probs.gather(-1, self.target)[:, 0]
+        if measures:
+            scores[1, part] = -log_probs.exp().mul_(log_probs).sum(-1)
+        if slopes:
+            self._write_slopes()
+
+    def _write_slopes(self) -> None:
         # Of a likely target 1 - p has few digits left if p was rounded to half precision.
         of_target = torch.expm1(self.logits.gather(-1, self.target)).to(self.products.dtype)
         if devices.is_cpu(self.logits.device):  # where torch's exponential of float32 in half precision is slow
             self.products.copy_(self.logits.exp_())
         else:
             torch.exp(self.logits, out=self.products)
-        slopes = self.products.scatter_(-1, self.target, of_target)
-        return slopes if self.curve is None else slopes.mul_(self.curve)
+        self.products.scatter_(-1, self.target, of_target)
+        if self.curve is not None:
+            self.products.mul_(self.curve)

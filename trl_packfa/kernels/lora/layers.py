@@ -18,6 +18,7 @@ import torch
 
 from ...autocast import HALF
 from .. import devices
+from ..norms import Scales
 from .dropout import Masks
 from .projections import Projection
 
@@ -97,13 +98,18 @@ class Layers:
 
     `masks` are the dropout masks `(T, D)` of the whole input. Chunks begin at token `start` of it. A forward that adds
     the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward takes it from there,
-    or computes it again.
+    or computes it again. With `scales` and `inners`, the input of a backward may lack factors.
     """
 
     def __init__(
-        self, projections: Sequence[Projection], dtype: torch.dtype, masks: Masks, inners: Sequence[torch.Tensor] = ()
+        self,
+        projections: Sequence[Projection],
+        dtype: torch.dtype,
+        masks: Masks,
+        inners: Sequence[torch.Tensor] = (),
+        scales: Scales | None = None,
     ) -> None:
-        self.dtype, self.inners = dtype, list(inners)
+        self.dtype, self.inners, self._scales = dtype, list(inners), scales
         self.adapters: list[_Adapter] = []
         first = 0
         for number, p in enumerate(projections):
@@ -194,7 +200,8 @@ class Layers:
         begun = False
         for group in self._groups:
             outer, A_RD, (kept_TD, mask) = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.input(x_TD, start)
-            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), outer, kept_TD, wide=self._wide)
+            pair = self._times_rows(outer, start), kept_TD
+            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), *pair, wide=self._wide)
             if grad_x is None or not self.adds:
                 continue
             if mask is None:
@@ -206,8 +213,18 @@ class Layers:
             begun = True
         return begun
 
+    def _times_rows(self, outer_TR: torch.Tensor, start: int) -> torch.Tensor:
+        """Multiply the rows of a chunk's `outer_TR` by the factors that the rows of the input lack; round once."""
+        if self._scales is None:
+            return outer_TR
+        rows = self._scales.rows[start : start + len(outer_TR)]
+        return torch.mul(outer_TR, rows, out=torch.empty_like(outer_TR))
+
     def adapter_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of `lora_A` and `lora_B` of each layer in turn."""
+        if self._scales is not None:
+            for grad_A in self._grad_As.values():
+                grad_A.mul_(self._scales.features)
         found: list[torch.Tensor | None] = [None, None] * len(self.weights)
         for adapter in self.adapters:
             number, grad_B = adapter.layer, self._grad_Bs[adapter.layer]

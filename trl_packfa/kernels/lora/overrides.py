@@ -57,7 +57,7 @@ class GatedMLPOverride(Override):
         mlp: Any = self.module
         if torch.compiler.is_compiling():
             # The compiler fuses the operators between the products, and computes them again in the backward.
-            gate, up = project_together(x, mlp.gate_proj, mlp.up_proj)
+            (gate, up), _ = project_together(x, mlp.gate_proj, mlp.up_proj)
             return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
@@ -78,10 +78,14 @@ class GatedMLPOverride(Override):
         return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
-def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
-    """Compute the outputs of several layers for one input `(B, L, D)`, together if they are patched LoRA layers."""
+def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Compute the outputs of several layers for one input `(B, L, D)`, together if they are patched LoRA layers.
+
+    Also return whether they were computed together. Then only the caller holds the outputs, and may overwrite them:
+    layers with hooks are not fused, and the backward does not read outputs.
+    """
     outputs = _project(modules, x) if any(map(_is_patched, modules)) else None
-    return tuple(module(x) for module in modules) if outputs is None else outputs
+    return (tuple(module(x) for module in modules), False) if outputs is None else (outputs, True)
 
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...autocast import outside_autocast
 from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
-from ..norms import Source, save_input, saved_input
+from ..norms import Scales, Source, save_input, saved_input
 from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection, factors_of
@@ -55,9 +55,13 @@ def project_backward(
     inners: Sequence[torch.Tensor] = (),
     *,
     input_trains: bool,
+    scales: Scales | None = None,
 ) -> list[torch.Tensor | None]:
-    """Compute the gradients of the input (`None` if not `input_trains`) and of `lora_A`, `lora_B` of each layer."""
-    layers, size = Layers(projections, dtype, masks, inners=inners), _size(x_TD, projections, dtype)
+    """Compute the gradients of the input (`None` if not `input_trains`) and of `lora_A`, `lora_B` of each layer.
+
+    `scales` are factors that `x_TD` lacks.
+    """
+    layers, size = Layers(projections, dtype, masks, inners, scales), _size(x_TD, projections, dtype)
     grad_x = torch.empty_like(x_TD) if input_trains else None
     room = x_TD if grad_x is None else grad_x
     for number, (x, part, *chunk) in enumerate(chunks(x_TD, room, *grads, size=size)):
@@ -94,10 +98,10 @@ class ProjectTogether(Function):
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, saved = saved_input(ctx)
+        x_TD, scales, saved = saved_input(ctx, ctx.dtype)
         trains, masks = ctx.needs_input_grad[0], ctx.dropout.draw_again(*x_TD.shape)
-        inners = saved[2 * len(ctx.projections) :]
-        found = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, inners, input_trains=trains)
+        options = {"inners": saved[2 * len(ctx.projections) :], "input_trains": trains, "scales": scales}
+        found = project_backward(x_TD, ctx.projections, grads, ctx.dtype, masks, **options)
         return found[0], None, None, None, None, *found[1:]
 
 
@@ -221,9 +225,10 @@ class _GatedMLP(Function):
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Compute the gradients of the input and of every adapter."""
-        x_TD, (gate_TI, up_TI, *saved) = saved_input(ctx if ctx.keeper is None else ctx.keeper)
+        kept = ctx if ctx.keeper is None else ctx.keeper
+        x_TD, scales, (gate_TI, up_TI, *saved) = saved_input(kept, ctx.dtype)
         masks, inners = ctx.inner_dropout.draw_again(*x_TD.shape), saved[2 * len(ctx.projections) :]
-        inner = Layers(ctx.projections[:2], ctx.dtype, masks, inners=inners)
+        inner = Layers(ctx.projections[:2], ctx.dtype, masks, inners, scales)
         masks = ctx.outer_dropout.draw_again(*gate_TI.shape)
         outer = Layers(ctx.projections[2:], ctx.dtype, masks, inners=ctx.outer_inners)
         grad_x = torch.empty_like(x_TD)
