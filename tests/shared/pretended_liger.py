@@ -132,7 +132,4 @@ def pretend_liger(monkeypatch):
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: None)
-    # What is there for a CPU gives way.
-    monkeypatch.setattr("trl_packfa.kernels.norms.are_worth_it", lambda x: False)
-    monkeypatch.setattr("trl_packfa.kernels.rotary.are_worth_it", lambda x: False)
     return calls

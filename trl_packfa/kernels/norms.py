@@ -1,4 +1,4 @@
-"""Llama's RMSNorm with the fastest kernel of its device, and outputs of norms that a backward computes again.
+"""Llama's RMSNorm by Liger's kernel on CUDA, and outputs of norms that a backward computes again.
 
 They are computed from what the norm keeps for its own backward. Fused LoRA would keep a norm's output beside the
 norm's input. That is as much memory, for a computation of one pass. Where only gradients of `lora_A` need the output,
@@ -20,11 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..layout.call_context import current_call
 from ..override import Override, computes_as
-from .cpu import are_worth_it, rms_norm_in_pieces
 from .liger import lies_on_cuda, liger_kernels, norm_by_liger, norm_on_cuda
 
-# From `(..., D)` and a weight `(D,)` to the norm's output and, if the kernel tells, the factors of rows `(T,)`.
-_Norm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# From `(..., D)` and a weight `(D,)` to the norm's output and the factors of rows `(T,)`.
+_Norm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Source(NamedTuple):
@@ -32,7 +31,7 @@ class Source(NamedTuple):
 
     hidden: torch.Tensor
     weight: torch.Tensor
-    rates: torch.Tensor | None  # factors of rows `(T,)`, float32
+    rates: torch.Tensor  # factors of rows `(T,)`, float32
     norm: _Norm
     versions: tuple[int, int]  # of the output and of `hidden`
 
@@ -56,35 +55,29 @@ def run_norm(norm: _Norm, hidden: torch.Tensor, weight: torch.Tensor) -> torch.T
     return normed
 
 
-def _norm_in_pieces(eps: float, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return rms_norm_in_pieces(eps, hidden, weight), None
-
-
 def has_norm_kernel(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's RMSNorm on a CPU, or on CUDA where Liger is available.
+    """Tell whether Liger has a kernel for a module: it computes Llama's RMSNorm, and is or may be moved to CUDA.
 
     Gemma's RMSNorm has another forward, which casts elsewhere and adds one to the weight. It does not count.
     """
-    if not computes_as(module, LlamaRMSNorm.forward):
-        return False
-    weights = list(module.parameters())
-    on_cuda = all(map(lies_on_cuda, weights)) and liger_kernels() is not None
-    return on_cuda or all(weight.device.type == "cpu" for weight in weights)
+    return (
+        liger_kernels() is not None
+        and computes_as(module, LlamaRMSNorm.forward)
+        and all(weight.device.type == "cpu" or lies_on_cuda(weight) for weight in module.parameters())
+    )
 
 
 class RMSNormOverride(Override):
-    """An RMSNorm that packed calls compute in pieces of tokens on a CPU, and by Liger on CUDA."""
+    """An RMSNorm that Liger computes in packed calls on CUDA."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Run the norm's forward on `(..., D)`."""
         norm: Any = self.module
-        weight, eps, in_pieces = norm.weight, norm.variance_epsilon, are_worth_it(hidden_states)
-        kernels = None if in_pieces else norm_on_cuda(hidden_states, weight)
+        kernels = norm_on_cuda(hidden_states, norm.weight)
         # Graphs come no further than here, and cannot read the context.
-        if not (in_pieces or kernels) or current_call().layout is None:
+        if kernels is None or current_call().layout is None:
             return self.call_original(hidden_states)
-        compute = partial(norm_by_liger, kernels, eps) if kernels else partial(_norm_in_pieces, eps)
-        return run_norm(compute, hidden_states, weight)
+        return run_norm(partial(norm_by_liger, kernels, norm.variance_epsilon), hidden_states, norm.weight)
 
 
 def source_of(x: torch.Tensor) -> Source | None:
@@ -113,6 +106,6 @@ def saved_input(ctx: Any, dtype: torch.dtype) -> tuple[torch.Tensor, Scales | No
     if weight is None:
         return x, None, others
     # In float16, gradients times the factors of rows may overflow. In float32, other products need the output, too.
-    if rates is None or dtype != torch.bfloat16:
+    if dtype != torch.bfloat16:
         return ctx.norm(x, weight)[0].flatten(0, -2), None, others
     return x.flatten(0, -2), Scales(rates[:, None], weight), others

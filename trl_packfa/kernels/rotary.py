@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys, with the fastest kernel of their device.
+"""Rotary embeddings of queries and keys, by Liger's kernel on CUDA.
 
 Shape letters: B rows, L row length, H head dim, R rotated part of it.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .cpu import are_worth_it, rotate_in_pieces
 from .liger import rotate_by_liger, rotation_on_cuda
 
 _IS_PLAIN: ContextVar[bool] = ContextVar("trl_packfa_plain_rotation", default=False)
@@ -25,16 +24,13 @@ def rotate(
     """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
     Features after the first R stay as they are (partial rotary). The result is that of transformers'
-    `apply_rotary_pos_emb`. A CPU uses `cpu.py`. CUDA uses Liger's kernel, which assumes that the second half of
-    `cos` and `sin` is a copy of the first, as in Llama's tables. Compiled graphs and all other cases use transformers'
-    function. `overwrites` allows to overwrite query and key, which nobody else may then hold.
+    `apply_rotary_pos_emb`. CUDA uses Liger's kernel, which assumes that the second half of `cos` and `sin` is a copy
+    of the first, as in Llama's tables. Compiled graphs and all other cases use transformers' function. `overwrites`
+    allows to overwrite query and key, which nobody else may then hold.
     """
     if torch.compiler.is_compiling() or _IS_PLAIN.get() or cos.requires_grad or sin.requires_grad:
         return _rotate_by_transformers(query, key, cos, sin)
-    if are_worth_it(query):
-        return rotate_in_pieces(query, key, cos, sin)
-    kernels = rotation_on_cuda(query, cos)
-    if kernels is None:
+    if (kernels := rotation_on_cuda(query, cos)) is None:
         return _rotate_by_transformers(query, key, cos, sin)
     return rotate_by_liger(kernels, query, key, cos, sin, overwrites=overwrites)
 

@@ -79,7 +79,8 @@ def _kinds(override: Override) -> Iterator[tuple[str, str]]:
     by_liger = "" if kernels is None else f"liger-kernel {kernels.version}"
     on_cuda = kernels is not None and weight is not None and lies_on_cuda(weight)
     if isinstance(override, RMSNormOverride):
-        yield "RMSNorm", by_liger if on_cuda else "in pieces on a CPU"
+        if on_cuda:
+            yield "RMSNorm", by_liger
     elif isinstance(override, AttentionOverride) and on_cuda and rotates(override.qkv):
         yield "rotation", by_liger
     elif isinstance(override, GatedMLPOverride) and is_swiglu_on_cuda(override.module):
