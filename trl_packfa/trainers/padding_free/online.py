@@ -14,31 +14,27 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
 from ...config.common import CommonConfig
+from ...config.requirements import require
 from ...errors import InvalidConfig
 from ..loading import loading_as_configured
+from ..requirements.runs import SETUP
 from ..requirements.training import Training
-from ..settling import settle
 from .padding_free import padding_free
 
 
 @dataclass
-class OnlineConfig(CommonConfig):
-    """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
-
-
-@dataclass
-class PaddingFreeGRPOConfig(OnlineConfig, GRPOConfig):
+class PaddingFreeGRPOConfig(CommonConfig, GRPOConfig):
     """All fields of TRL's `GRPOConfig` and `ModelConfig`, with LoRA on."""
 
 
 @dataclass
-class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
+class PaddingFreeRLOOConfig(CommonConfig, RLOOConfig):
     """All fields of TRL's `RLOOConfig` and `ModelConfig`, with LoRA on."""
 
 
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     run = Training(args, trainer.__name__, model=model, given=given, formats=(("prompt",),))
-    settle(run, [lambda: args], padded=None)
+    require(SETUP, run)
     with loading_as_configured(model, args, given, user_args=args):
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
