@@ -1,8 +1,8 @@
 """Applying a patch to one model instance.
 
-This is the only code that sets attributes on models. It sets an instance's own `forward` (backbone, attention modules,
+Only this file and `state.py` set attributes on models: an instance's own `forward` (backbone, attention modules,
 mixers, rotary embeddings, norms, LoRA layers), its `config` where transformers' registries are asked for attention or
-masks, and one switch of 4-bit layers. It never changes classes, module globals or functions.
+masks, and one switch of 4-bit layers. Classes, module globals and functions never change.
 """
 
 from __future__ import annotations
