@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "shared"))
 
 import pretended_liger
+import pretended_triton
 from peft import LoraConfig, get_peft_model
 from pretended import on_any_device
 from pytest import MonkeyPatch
@@ -275,6 +276,8 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         patched.setattr(pretended_liger, "LigerRopeFunction", rope)
         patched.setattr(pretended_liger, "swiglu_forward", forward)
         patched.setattr(pretended_liger, "swiglu_backward", backward)
+        ours = recorder.as_one(pretended_triton.swiglu_backward, "swiglu_backward", lambda a, r: (a, r))
+        patched.setattr(pretended_triton, "swiglu_backward", ours)
         pretended_liger.pretend_liger(patched)
         on_any_device(patched, varlen.VarlenBackend)
         for module in (liger, projections):  # fakes are whole, although of a class of their own

@@ -86,10 +86,22 @@ class _Adapter(NamedTuple):
     mask: torch.Tensor | None  # of the whole input `(T, D)`
     scaling: float
 
-    def input(self, x_TD: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the adapter sees of a chunk, and the chunk's mask."""
-        mask = None if self.mask is None else self.mask[start : start + len(x_TD)]
-        return x_TD if mask is None else x_TD * mask, mask
+    def mask_at(self, start: int, tokens: int) -> torch.Tensor | None:
+        """Return the mask of a chunk."""
+        return None if self.mask is None else self.mask[start : start + tokens]
+
+    def input(self, x_TD: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what the adapter sees of a chunk."""
+        mask = self.mask_at(start, len(x_TD))
+        return x_TD if mask is None else x_TD * mask
+
+
+class Half(NamedTuple):
+    """What one half of a chunk's backward leaves for the other. Without adapters it is the gradients only."""
+
+    grads: list[torch.Tensor]  # of the outputs, in the dtype of the products
+    outer_TR: torch.Tensor | None = None  # their scaled products with `lora_B`
+    inner_TR: torch.Tensor | None = None  # the forward's, if the gradients of `lora_B` are done
 
 
 class Layers:
@@ -133,7 +145,7 @@ class Layers:
         """Return the scaled product `(T, R)` of the adapters' inputs with `lora_A`."""
         inner_TR = x_TD.new_empty(len(x_TD), len(self.As_RD))
         for group in self._groups:
-            kept_TD, _ = group.input(x_TD, start)
+            kept_TD = group.input(x_TD, start)
             inner_TR[:, group.ranks].addmm_(kept_TD, self.As_RD[group.ranks].T, beta=0, alpha=group.scaling)
         return inner_TR
 
@@ -168,43 +180,62 @@ class Layers:
         self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int
     ) -> None:
         """Add a chunk to the gradients of the adapters. Write the gradient of the input to `out` if it is given."""
-        x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
-        grad_x = None if out is None else out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
-        begun = bool(self.adapters) and self._adapters_backward(x_TD, grads, grad_x, start)
-        if out is None or grad_x is None:
-            return
-        for number, (grad, weight) in enumerate(zip(grads, self.weights, strict=True)):
-            grad_x.addmm_(grad, weight, beta=int(begun or number > 0))
+        self.to_adapters(x_TD, self.to_input(grads, out, start), start)
+
+    def to_input(self, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int) -> Half:
+        """Run the half of a chunk's backward that needs no input: write its gradient to `out` if that is given."""
+        half = self._begin([grad.to(self.dtype) for grad in grads])
+        if out is None:
+            return half
+        grad_x = out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
+        if half.outer_TR is not None and self.adds:
+            self._write_updates(half.outer_TR, grad_x, start)
+        for number, (grad, weight) in enumerate(zip(half.grads, self.weights, strict=True)):
+            grad_x.addmm_(grad, weight, beta=int(self.adds or number > 0))
         if grad_x is not out:
             out.copy_(grad_x)
+        return half
 
-    def _adapters_backward(
-        self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], grad_x: torch.Tensor | None, start: int
-    ) -> bool:
-        """Write what the adapters add to the gradient of the input to `grad_x`. Return whether they add something."""
-        inner_TR = self.inners.pop(0) if self.inners else self._inner(x_TD, start)
-        outer_TR = torch.empty_like(inner_TR)
-        for adapter in self.adapters:
-            grad, total = grads[adapter.layer], self._grad_Bs.get(adapter.layer)
-            outer_TR[:, adapter.ranks].addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
-            pair = (inner_TR[:, adapter.ranks], grad)
-            # On a CPU products with the wide dimension last are faster.
-            pair = pair if devices.is_cpu(grad.device) else pair[::-1]
-            self._grad_Bs[adapter.layer] = _add_up(total, *pair, wide=self._wide)
-        begun = False
+    def to_adapters(self, x_TD: torch.Tensor, half: Half, start: int) -> None:
+        """Run the other half of a chunk's backward: add to the gradients of the adapters."""
+        if half.outer_TR is None:
+            return
+        x_TD = x_TD.to(self.dtype)
+        if half.inner_TR is None:
+            self._add_to_lora_B(half.grads, self._inner(x_TD, start))
         for group in self._groups:
-            outer, A_RD, (kept_TD, mask) = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.input(x_TD, start)
-            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), outer, kept_TD, wide=self._wide)
-            if grad_x is None or not self.adds:
-                continue
+            pair = half.outer_TR[:, group.ranks], group.input(x_TD, start)
+            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), *pair, wide=self._wide)
+
+    def _begin(self, grads: list[torch.Tensor]) -> Half:
+        """Multiply the gradients of the outputs with `lora_B`, and with the forward's `inners` if there are some."""
+        if not self.adapters:
+            return Half(grads)
+        outer_TR = grads[0].new_empty(len(grads[0]), self.adapters[-1].ranks.stop)
+        for adapter in self.adapters:
+            outer_TR[:, adapter.ranks].addmm_(grads[adapter.layer], adapter.B, beta=0, alpha=adapter.scaling)
+        inner_TR = self.inners.pop(0) if self.inners else None
+        if inner_TR is not None:
+            self._add_to_lora_B(grads, inner_TR)
+        return Half(grads, outer_TR, inner_TR)
+
+    def _add_to_lora_B(self, grads: Sequence[torch.Tensor], inner_TR: torch.Tensor) -> None:
+        for adapter in self.adapters:
+            pair = inner_TR[:, adapter.ranks], grads[adapter.layer]
+            # On a CPU products with the wide dimension last are faster.
+            pair = pair if devices.is_cpu(inner_TR.device) else pair[::-1]
+            self._grad_Bs[adapter.layer] = _add_up(self._grad_Bs.get(adapter.layer), *pair, wide=self._wide)
+
+    def _write_updates(self, outer_TR: torch.Tensor, grad_x: torch.Tensor, start: int) -> None:
+        """Write what the adapters add to the gradient of the input `(T, D)`."""
+        for number, group in enumerate(self._groups):
+            outer, A_RD, mask = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.mask_at(start, len(grad_x))
             if mask is None:
-                grad_x.addmm_(outer, A_RD, beta=int(begun))
-            elif begun:
+                grad_x.addmm_(outer, A_RD, beta=int(number > 0))
+            elif number > 0:
                 grad_x.addcmul_(outer @ A_RD, mask)
             else:
                 torch.mm(outer, A_RD, out=grad_x).mul_(mask)
-            begun = True
-        return begun
 
     def adapter_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of `lora_A` and `lora_B` of each layer in turn."""

@@ -17,8 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...autocast import outside_autocast
-from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
+from ..liger import DTYPES, is_last_backward, swiglu, takes
 from ..norms import Source, save_input, saved_input
+from . import launches
 from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection, factors_of
@@ -233,16 +234,28 @@ class _GatedMLP(Function):
             start = number * ctx.size
             gate, up = gate.to(ctx.dtype), up.to(ctx.dtype)
             grad_h = torch.empty_like(up)
+            half = outer.to_input([grad], grad_h, start)
             if ctx.by_liger:
-                outer.backward(swiglu(gate, up), [grad], grad_h, start)
-                gradients = swiglu_gradients(gate, up, grad_h, overwrites=overwrites)
+                *gradients, h = launches.swiglu_backward(gate, up, grad_h, overwrites=overwrites)
             else:
-                gate = gate.detach().requires_grad_()
-                with torch.enable_grad():
-                    active = ctx.activation(gate)
-                outer.backward(active.detach() * up, [grad], grad_h, start)
-                (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
-                gradients = grad_gate, grad_h.mul_(active.detach())
+                *gradients, h = _gated_backward(ctx.activation, gate, up, grad_h)
+            outer.to_adapters(h, half, start)
+            del half, h
             inner.backward(x, gradients, out if ctx.input_trains else None, start)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
         return grad_x if ctx.input_trains else None, *(None,) * _OPTIONS, *grad_adapters
+
+
+def _gated_backward(
+    activation: Activation, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of gate and up, and `activation(gate) * up`, from that product's gradient.
+
+    All are `(T, I)`. The gradient of up takes the memory of `grad`.
+    """
+    gate = gate.detach().requires_grad_()
+    with torch.enable_grad():
+        active = activation(gate)
+    (grad_gate,) = torch.autograd.grad(active, gate, up * grad)
+    active = active.detach()
+    return grad_gate, grad.mul_(active), active * up

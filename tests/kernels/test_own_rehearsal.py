@@ -1,0 +1,28 @@
+"""Our Triton kernels for LoRA layers, compiled for GPUs that are not there. Skipped where Triton is missing."""
+
+import pytest
+import torch
+from rehearsal import compile_launches
+
+from trl_packfa.kernels.lora import launches
+
+pytestmark = pytest.mark.gpu_rehearsal
+HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# A GPU's architecture, and the bytes of shared memory that a block of threads can have: A100, RTX 4090, H100, B200.
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids=lambda arch: f"sm_{arch}")
+def compiled(monkeypatch, request):
+    """The compiled kernels, which are looked at when a test ends."""
+    pytest.importorskip("triton")
+    found = compile_launches(monkeypatch, request.param)
+    yield found
+    assert found and all(kernel.cubin > 0 and kernel.shared <= SHARED_MEMORY[request.param] for kernel in found)
+
+
+@HALF_AND_FULL
+def test_swiglu_backward(dtype, compiled):
+    gate, up, grad = torch.zeros(3, 2, 14_336, dtype=dtype)
+    launches.swiglu_backward(gate, up, grad, overwrites=True)
+    assert [kernel.name for kernel in compiled] == ["swiglu_backward"]
