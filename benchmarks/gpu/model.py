@@ -51,7 +51,7 @@ from trl_packfa.bench.measuring import WAITS
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import devices, liger
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead
-from trl_packfa.kernels.lora import projections
+from trl_packfa.kernels.lora import launches, projections
 from trl_packfa.layout import from_call
 from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.patching import inspect
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         """Count one operator, which reads or writes each of these tensors once."""
         self.counted.operators.append(Operator(kind, flops, sum(map(_bytes, tree_leaves(moved)))))
 
-    def as_one(self, function: Callable[..., Any], name: str, moved: Callable[..., Any]) -> Any:
+    def as_one(self, function: Callable[..., Any], name: str, moved: Callable[..., Any], kind: str = "fused") -> Any:
         """Return a function whose operators count as one, which moves the tensors `moved(args, result)`.
 
         Several operators are a list of their tensors.
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
             flops = 2.0 * args[1].numel() * args[2].shape[-1] if name == "addmm_fp32" else 0.0
             found = moved(args, result)
             for tensors in found if isinstance(found, list) else [found]:
-                self.add("product" if flops else "fused", flops, tensors)
+                self.add("product" if flops else kind, flops, tensors)
             self.follow(())
             return result
 
@@ -276,13 +276,14 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         patched.setattr(pretended_liger, "LigerRopeFunction", rope)
         patched.setattr(pretended_liger, "swiglu_forward", forward)
         patched.setattr(pretended_liger, "swiglu_backward", backward)
-        ours = recorder.as_one(pretended_triton.swiglu_backward, "swiglu_backward", lambda a, r: (a, r))
-        patched.setattr(pretended_triton, "swiglu_backward", ours)
+        for name, (kind, moved) in _LAUNCHES.items():
+            ours = recorder.as_one(getattr(pretended_triton, name), name, moved, kind=kind)
+            patched.setattr(pretended_triton, name, ours)
+        pretended_triton.pretend_triton(patched)
         pretended_liger.pretend_liger(patched)
         on_any_device(patched, varlen.VarlenBackend)
-        for module in (liger, projections):  # fakes are whole, although of a class of their own
+        for module in (liger, projections, launches):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
-        patched.setattr(devices, "is_cpu", lambda device: False)
         patched.setattr(devices, "makes_float32", lambda device: "dtype" in torch.ops.aten.mm.overloads())
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
@@ -307,6 +308,21 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
             patched.setattr(modeling_llama.LlamaMLP, "forward", _liger_mlp)
             patched.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: rope.apply(q, k, cos, sin))
         yield
+
+
+def _gradient_products(args: Any, result: Any) -> Any:
+    """Return what the two launches move: both products in parts, and their sums."""
+    grad, B, inner, outer, *_ = args
+    shapes = launches.product_parts(*grad.shape, inner.shape[1])[1:]
+    parts = [grad.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [(grad, B, inner, parts), (parts, outer, result)]
+
+
+# Of each launch of ours its kind, and what it moves.
+_LAUNCHES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "swiglu_backward": ("fused", lambda a, r: (a, r)),
+    "gradient_products": ("adapter product", _gradient_products),
+}
 
 
 def _norm_backward(args: Any, result: Any) -> Any:

@@ -8,6 +8,7 @@ from trl_packfa.kernels.lora import launches
 
 pytestmark = pytest.mark.gpu_rehearsal
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 # A GPU's architecture, and the bytes of shared memory that a block of threads can have: A100, RTX 4090, H100, B200.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 
@@ -26,3 +27,17 @@ def test_swiglu_backward(dtype, compiled):
     gate, up, grad = torch.zeros(3, 2, 14_336, dtype=dtype)
     launches.swiglu_backward(gate, up, grad, overwrites=True)
     assert [kernel.name for kernel in compiled] == ["swiglu_backward"]
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32])
+@HALF
+def test_both_products_of_a_gradient(dtype, rank, compiled):
+    grad, B, narrow = (
+        torch.zeros(70, 4096, dtype=dtype),
+        torch.zeros(4096, rank, dtype=dtype),
+        torch.zeros(70, 3 * rank),
+    )
+    inner, outer = narrow.to(dtype), narrow.to(dtype)
+    for wanted in (dtype, torch.float32):
+        launches.gradient_products(grad, B, inner[:, :rank], outer[:, :rank], 2.0, wanted)
+    assert [kernel.name for kernel in compiled] == ["gradient_products", "add_gradient_products"] * 2

@@ -5,16 +5,31 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from tolerance import assert_half
-
-pytest.importorskip("triton")
+from tolerance import assert_float32, assert_half
 
 from trl_packfa.kernels.lora import launches
 
+triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch):
+    """The interpreter holds bfloat16 as integers, and would multiply these."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    own, handle = interpreter.InterpreterBuilder.create_dot, interpreter.TensorHandle
+
+    def widen(x):
+        is_integer = x.data.dtype == np.uint16
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32) if is_integer else x
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: own(self, widen(a), widen(b), *rest)
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
@@ -28,6 +43,36 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+# Tokens and features: less than a block, several blocks of a tile and tiles, a model's.
+SHAPES = pytest.mark.parametrize("shape", [(5, 80), (70, 1030), (33, 4096)], ids=str)
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@interpreted
+@pytest.mark.parametrize("rank", [4, 16, 24, 32])
+@SHAPES
+@HALF
+def test_both_products_of_a_gradient(dtype, shape, rank):
+    (tokens, features), scaling = shape, 0.5
+    grad, B = randn(*shape, dtype=dtype), randn(features, rank, dtype=dtype, seed=1)
+    inner, outer = randn(tokens, rank + 3, dtype=dtype, seed=2), torch.zeros(tokens, rank + 2, dtype=dtype)
+    options = inner[:, 3:], outer[:, 1:-1], scaling
+    grad_B = launches.gradient_products(grad, B, *options, torch.float32)
+    assert_half(outer[:, 1:-1], (scaling * grad.double() @ B.double()).to(dtype))
+    assert_float32(grad_B, grad.double().T @ inner[:, 3:].double())
+    assert not outer[:, 0].any() and not outer[:, -1].any(), "the ranks of other layers"
+    assert torch.equal(grad_B, launches.gradient_products(grad, B, *options, torch.float32)), "the same order"
+    assert_half(launches.gradient_products(grad, B, *options, dtype), grad_B.to(dtype))
+
+
+def test_a_tile_is_small_enough_to_keep_a_gpu_busy():
+    programs = []
+    for features in (1024, 4096, 14_336):
+        tile, *shapes = launches.product_parts(8192, features, 16)
+        programs.append((tile, shapes[0][0] * shapes[1][0]))
+    assert programs == [(128, 128), (512, 128), (1024, 224)]
+
+
 @interpreted
 @pytest.mark.parametrize("overwrites", [True, False])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 1000), (2, 4096)])
@@ -37,6 +82,7 @@ def test_swiglu_backward_with_product(dtype, shape, overwrites):
     leaves = [x.double().requires_grad_() for x in (gate, up)]
     exact = torch.nn.functional.silu(leaves[0]) * leaves[1]
     exact_grads = torch.autograd.grad(exact, leaves, grad.double())
+    exact = exact.detach()
     given = gate.clone(), up.clone(), grad.clone()
     *grads, product = launches.swiglu_backward(*given, overwrites=overwrites)
     for found, wanted in zip((*grads, product), (*exact_grads, exact), strict=True):

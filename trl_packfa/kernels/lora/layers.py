@@ -18,6 +18,7 @@ import torch
 
 from ...autocast import HALF
 from .. import devices
+from . import launches
 from .dropout import Masks
 from .projections import Projection
 
@@ -51,20 +52,22 @@ def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
 
 
-def _add_up(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    """Return `total + a.T @ b`; `None` is zero. Sums of half-precision products are float32.
-
-    `wide` asks for one product in float32 too, where the device makes it.
-    """
+def _product(a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """Return `a.T @ b`. `wide` asks for it in float32 from half precision too, where the device makes it."""
     half = a.dtype in HALF
     if half and wide and devices.makes_float32(a.device):
-        product = torch.mm(a.T, b, out_dtype=torch.float32)
+        return torch.mm(a.T, b, out_dtype=torch.float32)
+    # On a CPU a transposed copy of a narrow `a` is faster in half precision.
+    return (a.T.contiguous() if half and devices.is_cpu(a.device) else a.T) @ b
+
+
+def _add_to(totals: dict[int, torch.Tensor], layer: int, product: torch.Tensor) -> None:
+    """Add a chunk's product to the total of a layer. Sums of half-precision products are float32."""
+    if layer in totals:
+        total = totals[layer]
+        totals[layer] = (total.float() if total.dtype in HALF else total).add_(product)
     else:
-        # On a CPU a transposed copy of a narrow `a` is faster in half precision.
-        product = (a.T.contiguous() if half and devices.is_cpu(a.device) else a.T) @ b
-    if total is None:
-        return product
-    return (total.float() if half else total).add_(product)
+        totals[layer] = product
 
 
 def _linear(
@@ -180,6 +183,9 @@ class Layers:
         self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int
     ) -> None:
         """Add a chunk to the gradients of the adapters. Write the gradient of the input to `out` if it is given."""
+        x_TD = x_TD.to(self.dtype)
+        if self.adapters and not self.inners:
+            self.inners.append(self._inner(x_TD, start))
         self.to_adapters(x_TD, self.to_input(grads, out, start), start)
 
     def to_input(self, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int) -> Half:
@@ -202,29 +208,36 @@ class Layers:
             return
         x_TD = x_TD.to(self.dtype)
         if half.inner_TR is None:
-            self._add_to_lora_B(half.grads, self._inner(x_TD, start))
+            inner_TR = self._inner(x_TD, start)
+            for adapter in self.adapters:
+                self._add_to_lora_B(adapter, half.grads[adapter.layer], inner_TR)
         for group in self._groups:
             pair = half.outer_TR[:, group.ranks], group.input(x_TD, start)
-            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), *pair, wide=self._wide)
+            _add_to(self._grad_As, group.layer, _product(*pair, wide=self._wide))
 
     def _begin(self, grads: list[torch.Tensor]) -> Half:
         """Multiply the gradients of the outputs with `lora_B`, and with the forward's `inners` if there are some."""
         if not self.adapters:
             return Half(grads)
+        inner_TR = self.inners.pop(0) if self.inners else None
         outer_TR = grads[0].new_empty(len(grads[0]), self.adapters[-1].ranks.stop)
         for adapter in self.adapters:
-            outer_TR[:, adapter.ranks].addmm_(grads[adapter.layer], adapter.B, beta=0, alpha=adapter.scaling)
-        inner_TR = self.inners.pop(0) if self.inners else None
-        if inner_TR is not None:
-            self._add_to_lora_B(grads, inner_TR)
+            grad, outer = grads[adapter.layer], outer_TR[:, adapter.ranks]
+            if inner_TR is not None and launches.takes(grad, outer.shape[1]):
+                dtype = torch.float32 if self._wide else self.dtype
+                both = grad, adapter.B, inner_TR[:, adapter.ranks], outer, adapter.scaling, dtype
+                _add_to(self._grad_Bs, adapter.layer, launches.gradient_products(*both))
+                continue
+            outer.addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
+            if inner_TR is not None:
+                self._add_to_lora_B(adapter, grad, inner_TR)
         return Half(grads, outer_TR, inner_TR)
 
-    def _add_to_lora_B(self, grads: Sequence[torch.Tensor], inner_TR: torch.Tensor) -> None:
-        for adapter in self.adapters:
-            pair = inner_TR[:, adapter.ranks], grads[adapter.layer]
-            # On a CPU products with the wide dimension last are faster.
-            pair = pair if devices.is_cpu(inner_TR.device) else pair[::-1]
-            self._grad_Bs[adapter.layer] = _add_up(self._grad_Bs.get(adapter.layer), *pair, wide=self._wide)
+    def _add_to_lora_B(self, adapter: _Adapter, grad: torch.Tensor, inner_TR: torch.Tensor) -> None:
+        pair = inner_TR[:, adapter.ranks], grad
+        # On a CPU products with the wide dimension last are faster.
+        pair = pair if devices.is_cpu(grad.device) else pair[::-1]
+        _add_to(self._grad_Bs, adapter.layer, _product(*pair, wide=self._wide))
 
     def _write_updates(self, outer_TR: torch.Tensor, grad_x: torch.Tensor, start: int) -> None:
         """Write what the adapters add to the gradient of the input `(T, D)`."""

@@ -1,0 +1,100 @@
+"""LoRA layers as on CUDA, with stand-ins for the launches of our Triton kernels: results are those of torch's
+operators, and nothing is written over that is read again."""
+
+import pretended_triton
+import pytest
+import tiny
+import torch
+from calls import watched
+from pretended_liger import pretend_liger
+from pretended_triton import pretend_triton
+from test_fused_lora import adapted, oracle, run
+from tolerance import assert_no_worse
+
+from trl_packfa import patch
+from trl_packfa.kernels.lora import launches, projections
+
+ADAPTERS = pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the stand-in of both products of a gradient."""
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: True)
+    pretend_liger(monkeypatch)
+    found = watched(monkeypatch, pretended_triton, "gradient_products")
+    pretend_triton(monkeypatch)
+    return found
+
+
+def half_model(adapters=torch.float32, **lora):
+    """A model in bfloat16 with adapters of a dtype."""
+    model = adapted(base=tiny.model(layers=2).bfloat16(), **lora)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapters)
+    return model
+
+
+def by_torch(model, monkeypatch):
+    """Run a model without the launches."""
+    with monkeypatch.context() as patched:
+        patched.setattr(launches, "runs_on", lambda device: False)
+        return run(model, fused=True)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@ADAPTERS
+def test_both_products_of_a_gradient_are_torchs(adapters, chunk, calls, monkeypatch):
+    if chunk is not None:
+        monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_: chunk)
+    model = half_model(adapters)
+    eager, exact = by_torch(model, monkeypatch), oracle(model)
+    assert not calls
+    found = run(model, fused=True)
+    chunks = 1 if chunk is None else -(-sum(tiny.LENGTHS) // chunk)
+    assert len(calls) == 2 * 7 * chunks
+    assert_no_worse(found, eager, exact)
+    assert all(gradient.dtype == eager[1][name].dtype for name, gradient in found[1].items())
+
+
+def test_layers_of_several_ranks_and_without_an_adapter_are_torchs(calls, monkeypatch):
+    model = half_model(target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"v_proj": 64, "down_proj": 24})
+    assert_no_worse(run(model, fused=True), by_torch(model, monkeypatch), oracle(model))
+    assert len(calls) == 2 * 2, "64 ranks are left to torch"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_are_those_without(use_reentrant, calls):
+    expected, model = run(half_model(), fused=True), half_model()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    found = run(model, fused=True)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+
+
+def test_a_graph_that_is_kept_is_not_written_over(calls):
+    model = patch(half_model())
+    loss = model(**tiny.batch(tiny.documents())).logits.float().sin().sum()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    assert all(map(torch.equal, *(torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2))))
+
+
+def test_graphs_launch_them_too(calls):
+    """Their backward has no products of the forward, and makes them first."""
+    model = patch(half_model())
+    compiled = torch.compile(model.base_model.model.model.layers[0].self_attn.q_proj, backend="aot_eager")
+    compiled(torch.randn(1, 9, 64, dtype=torch.bfloat16)).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("fits", [torch.zeros(2, 8).bfloat16(), torch.zeros(2, 8).half()], ids=str)
+def test_takes_what_the_kernels_take(fits, calls):
+    assert launches.takes(fits, 32) and not launches.takes(fits, 33)
+    assert not any(launches.takes(other, 8) for other in (fits.float(), fits.double(), fits[:, :4]))
+
+
+def test_other_devices_run_torch():
+    assert not launches.runs_on(torch.device("cpu")) and not launches.runs_on(torch.device("xpu"))
+    assert not launches.takes(torch.zeros(2, 8).bfloat16(), 8)
