@@ -1,6 +1,8 @@
 """LoRA layers as on CUDA, with stand-ins for the launches of our Triton kernels: results are those of torch's
 operators, and nothing is written over that is read again."""
 
+import copy
+
 import pretended_triton
 import pytest
 import tiny
@@ -9,10 +11,11 @@ from calls import watched
 from pretended_liger import pretend_liger
 from pretended_triton import pretend_triton
 from test_fused_lora import adapted, oracle, run
-from tolerance import assert_no_worse
+from tolerance import assert_no_worse, differs
 
 from trl_packfa import patch
 from trl_packfa.kernels.lora import launches, projections
+from trl_packfa.kernels.lora.dropout import Dropout
 
 ADAPTERS = pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
 
@@ -64,18 +67,87 @@ def test_layers_of_several_ranks_and_without_an_adapter_are_torchs(calls, monkey
     assert len(calls) == 2 * 2, "64 ranks are left to torch"
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_layers_are_those_without(use_reentrant, calls):
-    expected, model = run(half_model(), fused=True), half_model()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+@pytest.fixture
+def by_one_mask(calls, monkeypatch):
+    """Every seed draws bits from one place in a table, and torch's masks are those bits."""
+
+    def bits(seed, layers, tokens, features, rate):
+        return pretended_triton.draw_bits(torch.tensor(5), layers, tokens, features, rate)
+
+    def masks(self, shape, generator):
+        layers = sum(rate > 0 for rate in self.rates)
+        drawn = iter(pretended_triton.kept_by(bits(None, layers, *shape, max(self.rates)), shape[1]))
+        return [next(drawn) if rate else None for rate in self.rates]
+
+    monkeypatch.setattr(launches, "draw_bits", bits)
+    monkeypatch.setattr(Dropout, "_draw", masks)
+    return watched(monkeypatch, launches, "dropped_grad_x")
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "up_proj"]], ids=str)
+@ADAPTERS
+def test_dropout_by_bits_is_torchs_with_the_same_masks(adapters, targets, chunk, by_one_mask, monkeypatch):
+    if chunk is not None:
+        monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_: chunk)
+    model = half_model(adapters, lora_dropout=0.3, target_modules=targets)
+    eager = by_torch(model, monkeypatch)
+    assert not by_one_mask
+    exact = run(copy.deepcopy(model).double(), fused=True)
+    assert not by_one_mask
     found = run(model, fused=True)
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+    assert by_one_mask
+    assert_no_worse(found, eager, exact)
+    assert all(gradient.dtype == eager[1][name].dtype for name, gradient in found[1].items())
+    monkeypatch.setattr(
+        launches, "draw_bits", lambda *given: 0 * pretended_triton.draw_bits(torch.tensor(5), *given[1:])
+    )
+    assert differs(run(model, fused=True)[0], exact[0]), "the control drops everything"
 
 
-def test_a_graph_that_is_kept_is_not_written_over(calls):
-    model = patch(half_model())
+@pytest.mark.parametrize("change", [{"p": 0.5}, {"training": False}], ids=str)
+def test_layers_that_differ_in_their_dropout_are_left_to_torch(change, by_one_mask):
+    model = half_model(lora_dropout=0.3, target_modules=["q_proj", "k_proj", "v_proj"])
+    for layer in model.base_model.model.model.layers:
+        vars(layer.self_attn.k_proj.lora_dropout["default"]).update(change)
+    run(model, fused=True)
+    assert not by_one_mask
+
+
+def test_evaluation_draws_no_bits(calls, monkeypatch):
+    drawn = watched(monkeypatch, launches, "draw_bits")
+    model = patch(half_model(lora_dropout=0.3).eval())
+    with torch.no_grad():
+        model(**tiny.batch(tiny.documents()))
+    assert not drawn
+    with torch.no_grad():
+        model.train()(**tiny.batch(tiny.documents()))
+    assert len(drawn) == 2 * 4, "training draws without gradients, too"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.3])
+def test_checkpointed_layers_are_those_without(lora_dropout, use_reentrant, calls):
+    """They draw the same seeds again. The control is a checkpoint that does not put the random state back."""
+
+    def gradients(**options):
+        model = half_model(lora_dropout=lora_dropout)
+        if options:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **options})
+        torch.manual_seed(7)
+        logits, grads = run(model, fused=True)
+        return [logits, *(grads[name] for name in sorted(grads))]
+
+    expected = gradients()
+    assert all(map(torch.equal, gradients(preserve_rng_state=True), expected))
+    if lora_dropout:
+        assert not all(map(torch.equal, gradients(preserve_rng_state=False), expected))
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.3])
+def test_a_graph_that_is_kept_is_not_written_over(lora_dropout, calls):
+    model = patch(half_model(lora_dropout=lora_dropout))
     loss = model(**tiny.batch(tiny.documents())).logits.float().sin().sum()
     parameters = [p for p in model.parameters() if p.requires_grad]
     assert all(map(torch.equal, *(torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2))))

@@ -41,3 +41,17 @@ def test_both_products_of_a_gradient(dtype, rank, compiled):
     for wanted in (dtype, torch.float32):
         launches.gradient_products(grad, B, inner[:, :rank], outer[:, :rank], 2.0, wanted)
     assert [kernel.name for kernel in compiled] == ["gradient_products", "add_gradient_products"] * 2
+
+
+@pytest.mark.parametrize(("layers", "rank"), [(1, 8), (2, 16), (3, 32)])
+@HALF
+def test_dropout(dtype, layers, rank, compiled):
+    x, A, outer = (
+        torch.zeros(shape, dtype=dtype) for shape in ((70, 4096), (layers * rank, 4096), (70, layers * rank))
+    )
+    bits = launches.draw_bits(torch.zeros(1, dtype=torch.int64), layers, 70, 4096, 0.05)
+    launches.dropped_inner(x, A, bits, 2.0)
+    launches.dropped_grad_A(outer, x, bits)
+    launches.dropped_grad_x(outer, A, bits, x)
+    names = ["draw_bits", "dropped_inner", "dropped_grad_A", "dropped_grad_x"]
+    assert [kernel.name for kernel in compiled] == names

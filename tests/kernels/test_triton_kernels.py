@@ -1,26 +1,29 @@
-"""Our Triton kernels for LoRA layers, run by Triton's interpreter on a CPU, against plain torch in float64. The
-interpreter must be asked for before Triton is imported, so that the first test runs this file in another process."""
+"""Our Triton kernels for LoRA layers against plain torch in float64: on a GPU, and by Triton's interpreter on a CPU,
+which must be asked for before Triton is imported, so that the first test runs this file in another process."""
 
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import numpy as np
+import pretended_triton
 import pytest
 import torch
-from tolerance import assert_float32, assert_half
+from tolerance import assert_by_chance, assert_float32, assert_half
 
 from trl_packfa.kernels.lora import launches
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in the interpreter's process")
 
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
     """The interpreter holds bfloat16 as integers, and would multiply these."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    interpreter = import_module("triton.runtime.interpreter")
     own, handle = interpreter.InterpreterBuilder.create_dot, interpreter.TensorHandle
 
     def widen(x):
@@ -40,7 +43,11 @@ def test_kernels_equal_torch_in_tritons_interpreter():
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def drawn(seed, *options):
+    return launches.draw_bits(torch.tensor([seed], device=DEVICE), *options)
 
 
 # Tokens and features: less than a block, several blocks of a tile and tiles, a model's.
@@ -48,14 +55,17 @@ SHAPES = pytest.mark.parametrize("shape", [(5, 80), (70, 1030), (33, 4096)], ids
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("rank", [4, 16, 24, 32])
 @SHAPES
 @HALF
 def test_both_products_of_a_gradient(dtype, shape, rank):
     (tokens, features), scaling = shape, 0.5
     grad, B = randn(*shape, dtype=dtype), randn(features, rank, dtype=dtype, seed=1)
-    inner, outer = randn(tokens, rank + 3, dtype=dtype, seed=2), torch.zeros(tokens, rank + 2, dtype=dtype)
+    inner, outer = (
+        randn(tokens, rank + 3, dtype=dtype, seed=2),
+        torch.zeros(tokens, rank + 2, dtype=dtype, device=DEVICE),
+    )
     options = inner[:, 3:], outer[:, 1:-1], scaling
     grad_B = launches.gradient_products(grad, B, *options, torch.float32)
     assert_half(outer[:, 1:-1], (scaling * grad.double() @ B.double()).to(dtype))
@@ -63,6 +73,52 @@ def test_both_products_of_a_gradient(dtype, shape, rank):
     assert not outer[:, 0].any() and not outer[:, -1].any(), "the ranks of other layers"
     assert torch.equal(grad_B, launches.gradient_products(grad, B, *options, torch.float32)), "the same order"
     assert_half(launches.gradient_products(grad, B, *options, dtype), grad_B.to(dtype))
+
+
+@runs
+@pytest.mark.parametrize(("layers", "rank"), [(1, 16), (2, 24), (3, 8), (3, 32)])
+@SHAPES
+@HALF
+def test_products_with_dropout(dtype, shape, layers, rank):
+    """Of a chunk of a longer input, against PEFT's formula with the same masks."""
+    (tokens, features), scaling = shape, 0.5
+    bits = drawn(7, layers, tokens + 3, features, 0.3)[:, 3:]
+    x, outer = randn(*shape, dtype=dtype), randn(tokens, layers * rank, dtype=dtype, seed=1)
+    A, kept = randn(layers * rank, features, dtype=dtype, seed=2), pretended_triton.kept_by(bits, features)
+    exact_A, exact_outer = A.double().unflatten(0, (layers, rank)), outer.double().unflatten(1, (layers, rank))
+    dropped, exact_outer = x.double() * kept, exact_outer.transpose(0, 1)
+    exact = (scaling * dropped @ exact_A.mT).transpose(0, 1).flatten(1)
+    assert_half(launches.dropped_inner(x, A, bits, scaling), exact.to(dtype))
+    assert_float32(launches.dropped_grad_A(outer, x, bits), (exact_outer.mT @ dropped).flatten(0, 1))
+    launches.dropped_grad_x(outer, A, bits, grad_x := torch.empty_like(x))
+    assert_half(grad_x, ((exact_outer @ exact_A) * kept).sum(0).to(dtype))
+    assert_half(pretended_triton.dropped_inner(x, A, bits, scaling), exact.to(dtype))
+    assert_float32(pretended_triton.dropped_grad_A(outer, x, bits), (exact_outer.mT @ dropped).flatten(0, 1))
+
+
+@runs
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
+def test_bits_keep_their_share_and_are_independent(rate):
+    """Of the other layer, of the token and the feature before, and of another seed. The control is a wrong rate."""
+    one, again, another = (drawn(seed, 2, 400, 1000, rate) for seed in (3, 3, 2**40 + 3))
+    assert torch.equal(one, again)
+    off, other = (pretended_triton.kept_by(bits, 1000).double() - (1 - rate) for bits in (one, another))
+    assert_by_chance(off)
+    pairs = [(off[0], off[1]), (off[:, 1:], off[:, :-1]), (off[..., 1:], off[..., :-1]), (off, other)]
+    for one, two in pairs:
+        assert_by_chance(one * two)
+    for bit in range(32):
+        assert_by_chance(off[..., bit::32])
+    with pytest.raises(AssertionError, match="standard deviations"):
+        assert_by_chance(off + 0.01)
+
+
+@runs
+def test_no_rate_drops_all_or_nothing():
+    shares = [
+        pretended_triton.kept_by(drawn(3, 1, 400, 1000, rate), 1000).double().mean() for rate in (1e-9, 1 - 1e-9)
+    ]
+    assert 0.999 < shares[0] < 1 and 0 < shares[1] < 0.001
 
 
 def test_a_tile_is_small_enough_to_keep_a_gpu_busy():
@@ -73,7 +129,7 @@ def test_a_tile_is_small_enough_to_keep_a_gpu_busy():
     assert programs == [(128, 128), (512, 128), (1024, 224)]
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("overwrites", [True, False])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 1000), (2, 4096)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,9 @@ import torch
 from trl_packfa.kernels import devices
 from trl_packfa.kernels.lora import launches
 
-STAND_INS = ("swiglu_backward", "gradient_products")
+STAND_INS = (
+    "swiglu_backward", "gradient_products", "draw_bits", "dropped_inner", "dropped_grad_A", "dropped_grad_x"
+)  # fmt: skip
 
 
 def written(tensor, values):
@@ -27,6 +29,34 @@ def swiglu_backward(gate, up, grad, *, overwrites):
 def gradient_products(grad, B, inner, outer, scaling, dtype):
     written(outer, scaling * (grad.float() @ B.float()))
     return (grad.float().T @ inner.float()).to(dtype)
+
+
+def draw_bits(seed, layers, tokens, features, rate):
+    generator = torch.Generator().manual_seed(int(seed))
+    words = -(-features // 32)
+    kept = torch.rand((layers, tokens, words, 32), generator=generator) >= rate
+    return (kept * 2 ** torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def kept_by(bits, features):
+    """Return the mask `(layers, T, D)` of bits."""
+    return (bits[..., None] >> torch.arange(32, device=bits.device)).bitwise_and(1).bool().flatten(-2)[..., :features]
+
+
+def dropped_inner(x, A, bits, scaling):
+    kept = x.float() * kept_by(bits, x.shape[1])
+    by_layer = scaling * kept @ A.float().unflatten(0, (len(bits), -1)).mT
+    return by_layer.transpose(0, 1).flatten(1).to(x.dtype)
+
+
+def dropped_grad_A(outer, x, bits):
+    kept = x.float() * kept_by(bits, x.shape[1])
+    return (outer.float().unflatten(1, (len(bits), -1)).permute(1, 2, 0) @ kept).flatten(0, 1)
+
+
+def dropped_grad_x(outer, A, bits, out):
+    by_layer = outer.float().unflatten(1, (len(bits), -1)).transpose(0, 1) @ A.float().unflatten(0, (len(bits), -1))
+    written(out, (by_layer * kept_by(bits, out.shape[1])).sum(0))
 
 
 def pretend_triton(monkeypatch):

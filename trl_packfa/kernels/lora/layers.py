@@ -110,21 +110,23 @@ class Half(NamedTuple):
 class Layers:
     """Layers with one input in a forward or a backward, and the gradients of their adapters.
 
-    `masks` are the dropout masks `(T, D)` of the whole input. Chunks begin at token `start` of it. A forward that adds
-    the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward takes it from there,
-    or computes it again.
+    `masks` are the dropout masks of the whole input `(T, D)`, or their bits. Chunks begin at token `start` of it. A
+    forward that adds the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward
+    takes it from there, or computes it again.
     """
 
     def __init__(
         self, projections: Sequence[Projection], dtype: torch.dtype, masks: Masks, inners: Sequence[torch.Tensor] = ()
     ) -> None:
         self.dtype, self.inners = dtype, list(inners)
+        self._bits = masks if isinstance(masks, torch.Tensor) else None
         self.adapters: list[_Adapter] = []
         first = 0
         for number, p in enumerate(projections):
             if p.lora_A is None or p.lora_B is None:
                 continue
-            ranks, mask = slice(first, first + len(p.lora_A)), masks[number] if p.draws else None
+            ranks = slice(first, first + len(p.lora_A))
+            mask = masks[number] if p.draws and self._bits is None else None
             # Masks only select. Division by the share that they keep is part of the scaling.
             scaling = p.scaling / (1 - p.dropout) if p.draws else p.scaling
             self.adapters.append(_Adapter(number, p.lora_A, p.lora_B, p.lora_B.to(dtype), ranks, mask, scaling))
@@ -146,6 +148,10 @@ class Layers:
 
     def _inner(self, x_TD: torch.Tensor, start: int) -> torch.Tensor:
         """Return the scaled product `(T, R)` of the adapters' inputs with `lora_A`."""
+        if self._bits is not None:
+            return launches.dropped_inner(
+                x_TD, self.As_RD, self._bits[:, start : start + len(x_TD)], self.adapters[0].scaling
+            )
         inner_TR = x_TD.new_empty(len(x_TD), len(self.As_RD))
         for group in self._groups:
             kept_TD = group.input(x_TD, start)
@@ -211,6 +217,9 @@ class Layers:
             inner_TR = self._inner(x_TD, start)
             for adapter in self.adapters:
                 self._add_to_lora_B(adapter, half.grads[adapter.layer], inner_TR)
+        if self._bits is not None:
+            grad_A = launches.dropped_grad_A(half.outer_TR, x_TD, self._bits[:, start : start + len(x_TD)])
+            return _add_to(self._grad_As, self.adapters[0].layer, grad_A)
         for group in self._groups:
             pair = half.outer_TR[:, group.ranks], group.input(x_TD, start)
             _add_to(self._grad_As, group.layer, _product(*pair, wide=self._wide))
@@ -241,6 +250,8 @@ class Layers:
 
     def _write_updates(self, outer_TR: torch.Tensor, grad_x: torch.Tensor, start: int) -> None:
         """Write what the adapters add to the gradient of the input `(T, D)`."""
+        if self._bits is not None:
+            return launches.dropped_grad_x(outer_TR, self.As_RD, self._bits[:, start : start + len(grad_x)], grad_x)
         for number, group in enumerate(self._groups):
             outer, A_RD, mask = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.mask_at(start, len(grad_x))
             if mask is None:

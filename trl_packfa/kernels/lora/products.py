@@ -84,7 +84,7 @@ class ProjectTogether(Function):
         *adapters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs. `adapters` are `lora_A`, `lora_B` of each projection, so that autograd sees them."""
-        ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device)
+        ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device, dtype)
         masks = ctx.dropout.draw(*x_TD.shape)
         outs, inners = project_forward(x_TD, projections, dtype, dtypes_out, masks)
         save_input(ctx, x_TD, source, *adapters, *inners)
@@ -158,7 +158,7 @@ def gated_mlp(
     # A narrower `dtype_out` would round gate and up when they are saved, but the forward multiplies them unrounded.
     if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
         keepers: list[Any] = []
-        dropout = Dropout(projections[:2], x_TD.device)
+        dropout = Dropout(projections[:2], x_TD.device, dtype)
         with torch.no_grad():
             masks = dropout.draw(*x_TD.shape)
             gate_up, inners = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, masks)
@@ -188,9 +188,9 @@ class _GatedMLP(Function):
         tokens, features = len(x_TD), projections[0].features
         inner, ctx.inner_dropout = None, None if kept is None else kept.dropout
         if kept is None:
-            ctx.inner_dropout = Dropout(projections[:2], x_TD.device)
+            ctx.inner_dropout = Dropout(projections[:2], x_TD.device, dtype)
             inner = Layers(projections[:2], dtype, ctx.inner_dropout.draw(*x_TD.shape))
-        ctx.outer_dropout = Dropout(projections[2:], x_TD.device)
+        ctx.outer_dropout = Dropout(projections[2:], x_TD.device, dtype)
         outer = Layers(projections[2:], dtype, ctx.outer_dropout.draw(tokens, features))
         ctx.size = size = chunk_size(features, x_TD.device, dtype)
         out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
