@@ -328,7 +328,8 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
 def _gradient_products(args: Any, result: Any) -> Any:
     """Return what the two launches move: both products in parts, and their sums."""
     grad, B, inner, outer, *_ = args
-    shapes = launches.product_parts(*grad.shape, inner.shape[1])[1:]
+    tokens, features = grad.shape
+    shapes = launches.product_parts(tokens, features, inner.shape[1])[1:]
     parts = [grad.new_empty(shape, dtype=torch.float32) for shape in shapes]
     return [(grad, B, inner, parts), (parts, outer, result)]
 

@@ -97,6 +97,19 @@ def test_products_with_dropout(dtype, shape, layers, rank):
 
 
 @runs
+def test_an_expert_without_tokens_adds_nothing():
+    x, A, B = randn(0, 80).half(), randn(8, 80).half(), randn(80, 8).half()
+    inner, bits = torch.empty(0, 8, dtype=x.dtype, device=DEVICE), drawn(7, 1, 0, 80, 0.3)
+    assert launches.dropped_inner(x, A, bits, 0.5).shape == (0, 8)
+    launches.dropped_grad_x(inner, A, bits, x)
+    for gradient in (
+        launches.dropped_grad_A(inner, x, bits).T,
+        launches.gradient_products(x, B, inner, torch.empty_like(inner), 0.5, torch.float32),
+    ):
+        assert gradient.shape == (80, 8) and not gradient.any()
+
+
+@runs
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
 def test_bits_keep_their_share_and_are_independent(rate):
     """Of the other layer, of the token and the feature before, and of another seed. The control is a wrong rate."""

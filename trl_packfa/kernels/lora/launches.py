@@ -65,11 +65,12 @@ def gradient_products(
     grad_B = grad_TO.new_empty((features, rank), dtype=dtype)
     sizes = (tokens, features, rank, inner_TR.stride(0), tile, _BLOCK_T, _BLOCK_O, _padded(rank))
     counts = (*map(len, parts), tokens * rank, features * rank)
+    tensors, stages = (grad_TO, B_OR.contiguous(), inner_TR, *parts), {"num_warps": 8, "num_stages": 2}
+    sums = (rank, outer_TR.stride(0), scaling, _ELEMENTS)
     with torch.cuda.device_of(grad_TO):
-        grid = tuple(map(len, parts))
-        _kernels().gradient_products[grid](grad_TO, B_OR.contiguous(), inner_TR, *parts, *sizes, num_warps=8)
-        grid, options = (-(-max(counts) // _ELEMENTS), 2), (rank, outer_TR.stride(0), scaling, _ELEMENTS)
-        _kernels().add_gradient_products[grid](*parts, outer_TR, grad_B, *counts, *options)
+        _kernels().gradient_products[tuple(map(len, parts))](*tensors, *sizes, **stages)
+        grid = (-(-max(counts) // _ELEMENTS), 2)
+        _kernels().add_gradient_products[grid](*parts, outer_TR, grad_B, *counts, *sums)
     return grad_B
 
 

@@ -1,3 +1,5 @@
+# type: ignore
+# The above is for type checkers: Triton compiles these functions, and gives ranges and numbers other types.
 """Triton kernels for LoRA layers on CUDA. Only `launches.py` imports this module, where Triton is installed.
 
 Arguments are pointers to contiguous tensors, unless a stride is an argument too. Kernels compute in float32.
@@ -9,8 +11,8 @@ Shape letters: T tokens, I features inside an MLP.
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 
 @triton.jit
