@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "shared"))
 
 import pretended_head
 import pretended_liger
+import pretended_triton
 from peft import LoraConfig, get_peft_model
 from pretended import on_any_device
 from pytest import MonkeyPatch
@@ -52,7 +53,7 @@ from trl_packfa.bench.presets import preset_config
 from trl_packfa.kernels import devices, liger
 from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead
-from trl_packfa.kernels.lora import projections
+from trl_packfa.kernels.lora import launches, projections
 from trl_packfa.layout import from_call
 from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.patching.inspect import inner_model
@@ -70,11 +71,13 @@ class Device(NamedTuple):
     products: float  # operations a second of large products in bfloat16
     bandwidth: float  # bytes a second
     attention: tuple[float, float]  # operations a second of FlashAttention 2, forward and backward
+    integers: float  # integer operations a second
 
 
-# Copies and products of 8,192 squared reach these on an H100; an H200 has the same cores and a faster memory.
-H100 = Device("H100", 700e12, 2.8e12, (310e12, 266e12))
-H200 = Device("H200", 700e12, 3.9e12, (310e12, 266e12))
+# Copies and products of 8,192 squared reach these on an H100; an H200 has the same cores and a faster memory. Integers
+# are by the data sheet: 132 multiprocessors of 64 operations in each of 1.755e9 cycles a second.
+H100 = Device("H100", 700e12, 2.8e12, (310e12, 266e12), 14.8e12)
+H200 = Device("H200", 700e12, 3.9e12, (310e12, 266e12), 14.8e12)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ SIDES = ("trl-bfd", "trl-bfd-liger", "bfd")
 class Operator:
     """An operator that a device runs: one launch or a few."""
 
-    kind: str  # product, adapter product, attention, attention backward, dequantize, fused or elementwise
+    kind: str  # product, adapter product, attention, attention backward, dequantize, dropout, fused or elementwise
     flops: float
     bytes: int
 
@@ -109,6 +112,8 @@ class Operator:
         rate = on.products
         if self.kind.startswith("attention"):
             rate = on.attention[self.kind.endswith("backward")]
+        elif self.kind == "dropout":
+            rate = on.integers
         return max(self.flops / rate, self.bytes / on.bandwidth)
 
 
@@ -215,10 +220,17 @@ class Recorder(TorchDispatchMode):
         """Count one operator, which reads or writes each of these tensors once."""
         self.counted.operators.append(Operator(kind, flops, sum(map(_bytes, tree_leaves(moved)))))
 
-    def as_one(self, function: Callable[..., Any], name: str, moved: Callable[..., Any]) -> Any:
+    def as_one(
+        self,
+        function: Callable[..., Any],
+        moved: Callable[..., Any],
+        kind: str = "fused",
+        operations: Callable[..., float] | None = None,
+    ) -> Any:
         """Return a function whose operators count as one, which moves the tensors `moved(args, result)`.
 
-        Several operators are a list of their tensors.
+        Several operators are a list of their tensors. `operations(*args)` is the arithmetic of the first one, if it
+        may take longer.
         """
 
         def call(*args: Any, **options: Any) -> Any:
@@ -227,10 +239,11 @@ class Recorder(TorchDispatchMode):
                 result = function(*args, **options)
             finally:
                 self._inside -= 1
-            flops = 2.0 * args[1].numel() * args[2].shape[-1] if name == "addmm_fp32" else 0.0
-            found = moved(args, result)
-            for tensors in found if isinstance(found, list) else [found]:
-                self.add("product" if flops else "fused", flops, tensors)
+            found, flops = moved(args, result), 0.0 if operations is None else operations(*args)
+            first, *sums = found if isinstance(found, list) else [found]
+            self.add(kind, flops, first)
+            for tensors in sums:
+                self.add(kind, 0.0, tensors)
             self.follow(())
             return result
 
@@ -277,31 +290,37 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         "rms_norm_backward": _norm_backward,
         "fused_add_rms_norm_backward": lambda a, r: (*a[:3], r[0]),
     }
-    forward = recorder.as_one(pretended_liger.swiglu_forward, "swiglu", lambda a, r: r)
-    backward = recorder.as_one(pretended_liger.swiglu_backward, "swiglu_backward", lambda a, r: (a[:3], a[:2]))
+    forward = recorder.as_one(pretended_liger.swiglu_forward, lambda a, r: r)
+    backward = recorder.as_one(pretended_liger.swiglu_backward, lambda a, r: (a[:3], a[:2]))
     # Two passes that read the logits, and one that writes their slopes.
-    score = recorder.as_one(pretended_head.score_rows, "score_rows", lambda a, r: (a[0], a[0], *a))
+    score = recorder.as_one(pretended_head.score_rows, lambda a, r: (a[0], a[0], *a))
     with MonkeyPatch.context() as patched:
         patched.setattr(chunked, "score_kernel", lambda logits: score)
         for name, moved in norms.items():
-            patched.setattr(pretended_liger, name, recorder.as_one(getattr(pretended_liger, name), name, moved))
+            patched.setattr(pretended_liger, name, recorder.as_one(getattr(pretended_liger, name), moved))
         patched.setattr(pretended_liger, "LigerRopeFunction", rope)
         patched.setattr(pretended_liger, "swiglu_forward", forward)
         patched.setattr(pretended_liger, "swiglu_backward", backward)
+        patched.setattr(pretended_triton, "draw_bits", _no_bits)
+        for name, options in _LAUNCHES.items():
+            patched.setattr(pretended_triton, name, recorder.as_one(getattr(pretended_triton, name), *options))
+        pretended_triton.pretend_triton(patched)
         pretended_liger.pretend_liger(patched)
         on_any_device(patched, varlen.VarlenBackend)
-        for module in (liger, projections):  # fakes are whole, although of a class of their own
+        for module in (liger, projections, launches):  # fakes are whole, although of a class of their own
             patched.setattr(module, "is_plain", lambda tensor: True)
-        patched.setattr(devices, "is_cpu", lambda device: False)
         patched.setattr(devices, "makes_float32", lambda device: "dtype" in torch.ops.aten.mm.overloads())
         patched.setattr(projections, "has_half_products", lambda dtype, device: True)  # a CPU may have none
         # A batch on a device is not read back.
         patched.setattr(from_call, "refuse_contradictions", lambda *args, **options: None)
         # TRL's head calls its Triton kernels, or on a CPU their torch code, which is one operator here.
         patched.setattr(trl_utils, "_use_triton", lambda device: True)
-        fold = recorder.as_one(chunked_logprob._forward_tile, "fold", lambda a, r: a[0])
-        slope = recorder.as_one(chunked_logprob._backward_tile, "slope", lambda a, r: (a[0], a[0]))
-        product = recorder.as_one(chunked_logprob._addmm_fp32, "addmm_fp32", lambda a, r: (a[0], a[0], *a))
+        fold = recorder.as_one(chunked_logprob._forward_tile, lambda a, r: a[0])
+        slope = recorder.as_one(chunked_logprob._backward_tile, lambda a, r: (a[0], a[0]))
+        product = recorder.as_one(
+            chunked_logprob._addmm_fp32, lambda a, r: (a[0], *a), "product",
+            lambda total, a, b, *_: 2.0 * a.numel() * b.shape[-1],
+        )  # fmt: skip
         for name, function in (("_forward_tile", fold), ("_backward_tile", slope), ("_addmm_fp32", product)):
             patched.setattr(chunked_logprob, name, function)
         patched.syspath_prepend(HERE / "stand_in")
@@ -319,6 +338,52 @@ def on_fake_cuda(recorder: Recorder, *, by_liger: bool) -> Iterator[None]:
         yield
 
 
+def _gradient_products(args: Any, result: Any) -> Any:
+    """Return what the two launches move: both products in parts, and their sums."""
+    grad, B, inner, outer, *_ = args
+    tokens, features = grad.shape
+    shapes = launches.product_parts(tokens, features, inner.shape[1])[1:]
+    parts = [grad.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [(grad, B, inner, parts), (parts, outer, result)]
+
+
+def _dropped_grad_A(args: Any, result: Any) -> Any:
+    """Return what the launch moves, which makes parts, and their sum."""
+    x = args[1]
+    parts = x.new_empty((launches.grad_A_parts(*x.shape)[1], *result.shape), dtype=torch.float32)
+    return [(args, parts), (parts, result)]
+
+
+def _no_bits(seed: torch.Tensor, layers: int, tokens: int, features: int, rate: float) -> torch.Tensor:
+    return seed.new_empty((layers, tokens, -(-features // 32)), dtype=torch.int32)
+
+
+def _integer_operations(seed: Any, layers: int, tokens: int, features: int, rate: float) -> float:
+    """Return the integer operations of masks: for 32 features 16 numbers, each joined to the word in one operation.
+
+    Four numbers are seven rounds of Philox, each of four products, two operations on bits and two sums for the key; a
+    product of 32 bits takes two operations' time.
+    """
+    return layers * tokens * features / 32 * (4 * 7 * (4 * 2 + 2 + 2) + 16)
+
+
+def _selections(*args: Any) -> float:
+    """Return the integer operations of applying masks: for each layer and feature a shift, "and", a test, a choice."""
+    bits = next(x for x in args if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    return 4.0 * 32 * bits.numel()
+
+
+# Of each launch of ours what it moves, its kind, and its arithmetic if that may take longer.
+_LAUNCHES: dict[str, tuple[Any, ...]] = {
+    "swiglu_backward": (lambda a, r: (a, r),),
+    "gradient_products": (_gradient_products, "adapter product"),
+    "draw_bits": (lambda a, r: r, "dropout", _integer_operations),
+    "dropped_inner": (lambda a, r: (a, r), "dropout", _selections),
+    "dropped_grad_A": (_dropped_grad_A, "dropout", _selections),
+    "dropped_grad_x": (lambda a, r: a, "dropout", _selections),
+}
+
+
 def _norm_backward(args: Any, result: Any) -> Any:
     """Return what Liger 0.8.5 moves: out of place, it fills the result with zeros before the kernel writes it."""
     moved = (*args[:2], result[0])
@@ -328,8 +393,7 @@ def _norm_backward(args: Any, result: Any) -> Any:
 def _as_one_each(recorder: Recorder, function: Any, moved: tuple[Callable[..., Any], ...]) -> Any:
     """Return an autograd function whose forward and backward are one operator each."""
     name = function.__name__
-    passes = (recorder.as_one(function.forward, name, moved[0]),
-              recorder.as_one(function.backward, f"{name}Backward", moved[1]))  # fmt: skip
+    passes = (recorder.as_one(function.forward, moved[0]), recorder.as_one(function.backward, moved[1]))
     return type(name, (function,), dict(zip(("forward", "backward"), map(staticmethod, passes), strict=True)))
 
 

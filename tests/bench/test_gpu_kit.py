@@ -285,17 +285,22 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
         before = recorder.live
         with recorder:
             out = a @ b
-            one = recorder.as_one(lambda x: (x * 2 + 3).sum(), "one", lambda args, result: args)
+            one = recorder.as_one(lambda x: (x * 2 + 3).sum(), lambda args, result: args)
             one(out)
+            moved = lambda args, result: [args, result]  # noqa: E731
+            recorder.as_one(lambda x: x, moved, "dropout", lambda x: 2e9)(out)
             view = out.view(-1)
-    product, fused = recorder.counted.operators
+    product, fused, drawn, added = recorder.counted.operators
     assert (product.kind, product.flops, product.bytes) == (
         "adapter product",
         2 * 8 * 128 * 128,
         4 * (1024 + 128**2 + 1024),
     )
     assert (fused.kind, fused.flops, fused.bytes) == ("fused", 0.0, 4 * 1024)
-    device = model.Device("x", products=product.flops / 3, bandwidth=product.bytes / 2, attention=(1.0, 1.0))
+    assert (drawn.kind, drawn.flops, drawn.bytes, added.flops, added.bytes) == ("dropout", 2e9, 4096, 0.0, 4096)
+    rates = {"products": product.flops / 3, "bandwidth": product.bytes / 2, "attention": (1.0, 1.0), "integers": 1e9}
+    device = model.Device("x", **rates)
+    assert drawn.seconds(device) == 2.0
     assert product.seconds(device) == 3.0 and fused.seconds(device) == 4096 * 2 / product.bytes
     assert recorder.counted.peak_bytes == before + 4096 + 512
     del out, view

@@ -125,10 +125,11 @@ def test_gradients_of_float32_adapters_are_multiplied_into_float32_where_a_devic
     monkeypatch.setattr(devices, "makes_float32", lambda device: True)
     with FakeTensorMode():
         a, b = torch.empty(7, 3, dtype=torch.bfloat16), torch.empty(7, 5, dtype=torch.bfloat16)
-        one = layers._add_up(None, a, b, wide=wide)
-        two = layers._add_up(one, a, b, wide=wide)
+        one, totals = layers._product(a, b, wide=wide), {}
+        for _ in range(2):
+            layers._add_to(totals, 0, one)
     assert one.dtype == (torch.float32 if wide else torch.bfloat16)
-    assert two.dtype == torch.float32 and two.shape == (3, 5), "sums of several chunks"
+    assert totals[0].dtype == torch.float32 and totals[0].shape == (3, 5), "sums of several chunks"
 
 
 def test_bfloat16_factors_of_float32_products(half_products):

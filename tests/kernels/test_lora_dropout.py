@@ -177,7 +177,8 @@ def test_no_mask_is_kept_for_the_backward():
 
 def test_masks_are_each_layers_own_and_keep_their_share():
     layers = adapted(lora_dropout=RATE).base_model.model.model.layers[0].self_attn
-    dropout = Dropout([read(getattr(layers, name)) for name in ("q_proj", "k_proj", "v_proj")], torch.device("cpu"))
+    projections = [read(getattr(layers, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    dropout = Dropout(projections, torch.device("cpu"), torch.float32)
     masks = dropout.draw(500, 64)
     shares = [float(mask.float().mean()) for mask in masks]
     assert shares == pytest.approx([1 - RATE] * 3, abs=0.02)

@@ -141,7 +141,8 @@ def inherited():
     """The private names that our classes share with the classes of others below them."""
     found = set()
     for module in walk_packages(trl_packfa.__path__, "trl_packfa."):
-        if not re.match(r"trl_packfa\.(recipes|frameworks|__main__)", module.name):  # scripts, and optional packages
+        # Not scripts and optional packages.
+        if not re.match(r"trl_packfa\.(recipes|frameworks|__main__|kernels\.\w+\.triton_kernels?)", module.name):
             found |= {c for c in vars(import_module(module.name)).values() if inspect.isclass(c)}
     return {name for cls in found if cls.__module__.startswith("trl_packfa.") for name in shared_with_bases(cls)}
 

@@ -5,10 +5,13 @@ of that version."""
 from collections import Counter
 from contextlib import contextmanager
 
+import pretended_triton
 import torch
+from pretended_triton import written
 from torch.autograd import Function
 
 from trl_packfa.kernels import liger
+from trl_packfa.kernels.lora import launches
 
 # Triton's types; a lookup of any other dtype fails.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -94,14 +97,17 @@ def swiglu_backward(a, b, dc, gate_multiplier=1.0):
     wide, sigmoid = a.float(), torch.sigmoid(a.float())
     silu = wide * sigmoid
     db, da = dc.float() * silu, dc.float() * (silu * (1 - sigmoid) + sigmoid) * b.float()
-    # As Triton writes: autograd's count of a tensor's versions does not see it.
-    a.data.copy_(da), b.data.copy_(db)
-    return a, b
+    return written(a, da), written(b, db)
 
 
 def pretend_liger(monkeypatch):
-    """Run these stand-ins instead of Liger's kernels on a CPU during a test; return the number of calls of each."""
+    """Run these stand-ins instead of Liger's kernels on a CPU during a test, and that of our backward of SwiGLU;
+    return the number of calls of each."""
     calls, current = Counter(), []
+
+    def swiglu_backward_with_product(*args, **options):
+        calls["swiglu_backward"] += 1
+        return pretended_triton.swiglu_backward(*args, **options)
 
     @contextmanager
     def device_of(tensor):
@@ -130,6 +136,7 @@ def pretend_liger(monkeypatch):
     for module in ("trl_packfa.kernels.liger", "trl_packfa.kernels.norms", "trl_packfa.patching.describe"):
         monkeypatch.setattr(f"{module}.liger_kernels", lambda: kernels)
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(launches, "swiglu_backward", swiglu_backward_with_product)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: None)
     return calls

@@ -179,3 +179,10 @@ def differs(actual, expected):
 def assert_estimate(actual, expected):
     """Assert that an estimated figure is within 15 per cent."""
     assert abs(actual - expected) <= 0.15 * abs(expected), f"estimated {actual:.4g}, measured {expected:.4g}"
+
+
+def assert_by_chance(differences):
+    """Assert that independent differences of one spread have a mean of zero: it is within five standard deviations."""
+    deviations = float(differences.mean() / differences.std() * math.sqrt(differences.numel()))
+    record("by chance", abs(deviations) / 5)
+    assert abs(deviations) <= 5, f"the mean is {deviations:.1f} standard deviations from zero"

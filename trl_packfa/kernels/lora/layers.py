@@ -19,6 +19,7 @@ import torch
 from ...autocast import HALF
 from .. import devices
 from ..norms import Scales
+from . import launches
 from .dropout import Masks
 from .projections import Projection
 
@@ -52,20 +53,22 @@ def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
 
 
-def _add_up(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    """Return `total + a.T @ b`; `None` is zero. Sums of half-precision products are float32.
-
-    `wide` asks for one product in float32 too, where the device makes it.
-    """
+def _product(a: torch.Tensor, b: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """Return `a.T @ b`. `wide` asks for it in float32 from half precision too, where the device makes it."""
     half = a.dtype in HALF
     if half and wide and devices.makes_float32(a.device):
-        product = torch.mm(a.T, b, out_dtype=torch.float32)
+        return torch.mm(a.T, b, out_dtype=torch.float32)
+    # On a CPU a transposed copy of a narrow `a` is faster in half precision.
+    return (a.T.contiguous() if half and devices.is_cpu(a.device) else a.T) @ b
+
+
+def _add_to(totals: dict[int, torch.Tensor], layer: int, product: torch.Tensor) -> None:
+    """Add a chunk's product to the total of a layer. Sums of half-precision products are float32."""
+    if layer in totals:
+        total = totals[layer]
+        totals[layer] = (total.float() if total.dtype in HALF else total).add_(product)
     else:
-        # On a CPU a transposed copy of a narrow `a` is faster in half precision.
-        product = (a.T.contiguous() if half and devices.is_cpu(a.device) else a.T) @ b
-    if total is None:
-        return product
-    return (total.float() if half else total).add_(product)
+        totals[layer] = product
 
 
 def _linear(
@@ -87,18 +90,30 @@ class _Adapter(NamedTuple):
     mask: torch.Tensor | None  # of the whole input `(T, D)`
     scaling: float
 
-    def input(self, x_TD: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the adapter sees of a chunk, and the chunk's mask."""
-        mask = None if self.mask is None else self.mask[start : start + len(x_TD)]
-        return x_TD if mask is None else x_TD * mask, mask
+    def mask_at(self, start: int, tokens: int) -> torch.Tensor | None:
+        """Return the mask of a chunk."""
+        return None if self.mask is None else self.mask[start : start + tokens]
+
+    def input(self, x_TD: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what the adapter sees of a chunk."""
+        mask = self.mask_at(start, len(x_TD))
+        return x_TD if mask is None else x_TD * mask
+
+
+class Half(NamedTuple):
+    """What one half of a chunk's backward leaves for the other. Without adapters it is the gradients only."""
+
+    grads: list[torch.Tensor]  # of the outputs, in the dtype of the products
+    outer_TR: torch.Tensor | None = None  # their scaled products with `lora_B`
+    inner_TR: torch.Tensor | None = None  # the forward's, if the gradients of `lora_B` are done
 
 
 class Layers:
     """Layers with one input in a forward or a backward, and the gradients of their adapters.
 
-    `masks` are the dropout masks `(T, D)` of the whole input. Chunks begin at token `start` of it. A forward that adds
-    the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward takes it from there,
-    or computes it again. With `scales` and `inners`, the input of a backward may lack factors.
+    `masks` are the dropout masks of the whole input `(T, D)`, or their bits. Chunks begin at token `start` of it. A
+    forward that adds the update leaves each chunk's scaled product `(T, R)` with `lora_A` in `inners`. A backward
+    takes it from there, or computes it again. With `scales` and `inners`, the input of a backward may lack factors.
     """
 
     def __init__(
@@ -110,12 +125,14 @@ class Layers:
         scales: Scales | None = None,
     ) -> None:
         self.dtype, self.inners, self._scales = dtype, list(inners), scales
+        self._bits = masks if isinstance(masks, torch.Tensor) else None
         self.adapters: list[_Adapter] = []
         first = 0
         for number, p in enumerate(projections):
             if p.lora_A is None or p.lora_B is None:
                 continue
-            ranks, mask = slice(first, first + len(p.lora_A)), masks[number] if p.draws else None
+            ranks = slice(first, first + len(p.lora_A))
+            mask = masks[number] if p.draws and self._bits is None else None
             # Masks only select. Division by the share that they keep is part of the scaling.
             scaling = p.scaling / (1 - p.dropout) if p.draws else p.scaling
             self.adapters.append(_Adapter(number, p.lora_A, p.lora_B, p.lora_B.to(dtype), ranks, mask, scaling))
@@ -137,9 +154,13 @@ class Layers:
 
     def _inner(self, x_TD: torch.Tensor, start: int) -> torch.Tensor:
         """Return the scaled product `(T, R)` of the adapters' inputs with `lora_A`."""
+        if self._bits is not None:
+            return launches.dropped_inner(
+                x_TD, self.As_RD, self._bits[:, start : start + len(x_TD)], self.adapters[0].scaling
+            )
         inner_TR = x_TD.new_empty(len(x_TD), len(self.As_RD))
         for group in self._groups:
-            kept_TD, _ = group.input(x_TD, start)
+            kept_TD = group.input(x_TD, start)
             inner_TR[:, group.ranks].addmm_(kept_TD, self.As_RD[group.ranks].T, beta=0, alpha=group.scaling)
         return inner_TR
 
@@ -174,44 +195,78 @@ class Layers:
         self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int
     ) -> None:
         """Add a chunk to the gradients of the adapters. Write the gradient of the input to `out` if it is given."""
-        x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
-        grad_x = None if out is None else out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
-        begun = bool(self.adapters) and self._adapters_backward(x_TD, grads, grad_x, start)
-        if out is None or grad_x is None:
-            return
-        for number, (grad, weight) in enumerate(zip(grads, self.weights, strict=True)):
-            grad_x.addmm_(grad, weight, beta=int(begun or number > 0))
+        x_TD = x_TD.to(self.dtype)
+        if self.adapters and not self.inners:
+            self.inners.append(self._inner(x_TD, start))
+        self.to_adapters(x_TD, self.to_input(grads, out, start), start)
+
+    def to_input(self, grads: Sequence[torch.Tensor], out: torch.Tensor | None, start: int) -> Half:
+        """Run the half of a chunk's backward that needs no input: write its gradient to `out` if that is given."""
+        half = self._begin([grad.to(self.dtype) for grad in grads])
+        if out is None:
+            return half
+        grad_x = out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
+        if half.outer_TR is not None and self.adds:
+            self._write_updates(half.outer_TR, grad_x, start)
+        for number, (grad, weight) in enumerate(zip(half.grads, self.weights, strict=True)):
+            grad_x.addmm_(grad, weight, beta=int(self.adds or number > 0))
         if grad_x is not out:
             out.copy_(grad_x)
+        return half
 
-    def _adapters_backward(
-        self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], grad_x: torch.Tensor | None, start: int
-    ) -> bool:
-        """Write what the adapters add to the gradient of the input to `grad_x`. Return whether they add something."""
-        inner_TR = self.inners.pop(0) if self.inners else self._inner(x_TD, start)
-        outer_TR = torch.empty_like(inner_TR)
-        for adapter in self.adapters:
-            grad, total = grads[adapter.layer], self._grad_Bs.get(adapter.layer)
-            outer_TR[:, adapter.ranks].addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
-            pair = (inner_TR[:, adapter.ranks], grad)
-            # On a CPU products with the wide dimension last are faster.
-            pair = pair if devices.is_cpu(grad.device) else pair[::-1]
-            self._grad_Bs[adapter.layer] = _add_up(total, *pair, wide=self._wide)
-        begun = False
+    def to_adapters(self, x_TD: torch.Tensor, half: Half, start: int) -> None:
+        """Run the other half of a chunk's backward: add to the gradients of the adapters."""
+        if half.outer_TR is None:
+            return
+        x_TD = x_TD.to(self.dtype)
+        if half.inner_TR is None:
+            inner_TR = self._inner(x_TD, start)
+            for adapter in self.adapters:
+                self._add_to_lora_B(adapter, half.grads[adapter.layer], inner_TR)
+        outer_TR = self._times_rows(half.outer_TR, start)
+        if self._bits is not None:
+            grad_A = launches.dropped_grad_A(outer_TR, x_TD, self._bits[:, start : start + len(x_TD)])
+            return _add_to(self._grad_As, self.adapters[0].layer, grad_A)
         for group in self._groups:
-            outer, A_RD, (kept_TD, mask) = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.input(x_TD, start)
-            pair = self._times_rows(outer, start), kept_TD
-            self._grad_As[group.layer] = _add_up(self._grad_As.get(group.layer), *pair, wide=self._wide)
-            if grad_x is None or not self.adds:
+            pair = outer_TR[:, group.ranks], group.input(x_TD, start)
+            _add_to(self._grad_As, group.layer, _product(*pair, wide=self._wide))
+
+    def _begin(self, grads: list[torch.Tensor]) -> Half:
+        """Multiply the gradients of the outputs with `lora_B`, and with the forward's `inners` if there are some."""
+        if not self.adapters:
+            return Half(grads)
+        inner_TR = self.inners.pop(0) if self.inners else None
+        outer_TR = grads[0].new_empty(len(grads[0]), self.adapters[-1].ranks.stop)
+        for adapter in self.adapters:
+            grad, outer = grads[adapter.layer], outer_TR[:, adapter.ranks]
+            if inner_TR is not None and launches.takes(grad, outer.shape[1]):
+                dtype = torch.float32 if self._wide else self.dtype
+                both = grad, adapter.B, inner_TR[:, adapter.ranks], outer, adapter.scaling, dtype
+                _add_to(self._grad_Bs, adapter.layer, launches.gradient_products(*both))
                 continue
+            outer.addmm_(grad, adapter.B, beta=0, alpha=adapter.scaling)
+            if inner_TR is not None:
+                self._add_to_lora_B(adapter, grad, inner_TR)
+        return Half(grads, outer_TR, inner_TR)
+
+    def _add_to_lora_B(self, adapter: _Adapter, grad: torch.Tensor, inner_TR: torch.Tensor) -> None:
+        pair = inner_TR[:, adapter.ranks], grad
+        # On a CPU products with the wide dimension last are faster.
+        pair = pair if devices.is_cpu(grad.device) else pair[::-1]
+        _add_to(self._grad_Bs, adapter.layer, _product(*pair, wide=self._wide))
+
+    def _write_updates(self, outer_TR: torch.Tensor, grad_x: torch.Tensor, start: int) -> None:
+        """Write what the adapters add to the gradient of the input `(T, D)`."""
+        if self._bits is not None:
+            return launches.dropped_grad_x(outer_TR, self.As_RD, self._bits[:, start : start + len(grad_x)], grad_x)
+        for number, group in enumerate(self._groups):
+            outer, A_RD, mask = outer_TR[:, group.ranks], self.As_RD[group.ranks], group.mask_at(start, len(grad_x))
             if mask is None:
-                grad_x.addmm_(outer, A_RD, beta=int(begun))
-            elif begun:
+                grad_x.addmm_(outer, A_RD, beta=int(number > 0))
+            elif number > 0:
                 grad_x.addcmul_(outer @ A_RD, mask)
             else:
                 torch.mm(outer, A_RD, out=grad_x).mul_(mask)
-            begun = True
-        return begun
 
     def _times_rows(self, outer_TR: torch.Tensor, start: int) -> torch.Tensor:
         """Multiply the rows of a chunk's `outer_TR` by the factors that the rows of the input lack; round once."""

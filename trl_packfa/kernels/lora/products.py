@@ -17,8 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...autocast import outside_autocast
-from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
+from ..liger import DTYPES, is_last_backward, swiglu, takes
 from ..norms import Scales, Source, save_input, saved_input
+from . import launches
 from .dropout import Dropout, Masks
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection, factors_of
@@ -87,7 +88,7 @@ class ProjectTogether(Function):
         *adapters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs. `adapters` are `lora_A`, `lora_B` of each projection, so that autograd sees them."""
-        ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device)
+        ctx.projections, ctx.dtype, ctx.dropout = projections, dtype, Dropout(projections, x_TD.device, dtype)
         masks = ctx.dropout.draw(*x_TD.shape)
         outs, inners = project_forward(x_TD, projections, dtype, dtypes_out, masks)
         save_input(ctx, x_TD, source, *adapters, *inners)
@@ -161,7 +162,7 @@ def gated_mlp(
     # A narrower `dtype_out` would round gate and up when they are saved, but the forward multiplies them unrounded.
     if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
         keepers: list[Any] = []
-        dropout = Dropout(projections[:2], x_TD.device)
+        dropout = Dropout(projections[:2], x_TD.device, dtype)
         with torch.no_grad():
             masks = dropout.draw(*x_TD.shape)
             gate_up, inners = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2, masks)
@@ -191,9 +192,9 @@ class _GatedMLP(Function):
         tokens, features = len(x_TD), projections[0].features
         inner, ctx.inner_dropout = None, None if kept is None else kept.dropout
         if kept is None:
-            ctx.inner_dropout = Dropout(projections[:2], x_TD.device)
+            ctx.inner_dropout = Dropout(projections[:2], x_TD.device, dtype)
             inner = Layers(projections[:2], dtype, ctx.inner_dropout.draw(*x_TD.shape))
-        ctx.outer_dropout = Dropout(projections[2:], x_TD.device)
+        ctx.outer_dropout = Dropout(projections[2:], x_TD.device, dtype)
         outer = Layers(projections[2:], dtype, ctx.outer_dropout.draw(tokens, features))
         ctx.size = size = chunk_size(features, x_TD.device, dtype)
         out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
@@ -238,16 +239,28 @@ class _GatedMLP(Function):
             start = number * ctx.size
             gate, up = gate.to(ctx.dtype), up.to(ctx.dtype)
             grad_h = torch.empty_like(up)
+            half = outer.to_input([grad], grad_h, start)
             if ctx.by_liger:
-                outer.backward(swiglu(gate, up), [grad], grad_h, start)
-                gradients = swiglu_gradients(gate, up, grad_h, overwrites=overwrites)
+                *gradients, h = launches.swiglu_backward(gate, up, grad_h, overwrites=overwrites)
             else:
-                gate = gate.detach().requires_grad_()
-                with torch.enable_grad():
-                    active = ctx.activation(gate)
-                outer.backward(active.detach() * up, [grad], grad_h, start)
-                (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
-                gradients = grad_gate, grad_h.mul_(active.detach())
+                *gradients, h = _gated_backward(ctx.activation, gate, up, grad_h)
+            outer.to_adapters(h, half, start)
+            del half, h
             inner.backward(x, gradients, out if ctx.input_trains else None, start)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
         return grad_x if ctx.input_trains else None, *(None,) * _OPTIONS, *grad_adapters
+
+
+def _gated_backward(
+    activation: Activation, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of gate and up, and `activation(gate) * up`, from that product's gradient.
+
+    All are `(T, I)`. The gradient of up takes the memory of `grad`.
+    """
+    gate = gate.detach().requires_grad_()
+    with torch.enable_grad():
+        active = activation(gate)
+    (grad_gate,) = torch.autograd.grad(active, gate, up * grad)
+    active = active.detach()
+    return grad_gate, grad.mul_(active), active * up
