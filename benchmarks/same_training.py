@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
-from trl_packfa.patching.bitsandbytes import convertible_modules
+from trl_packfa.patching.bitsandbytes import conversion_edits
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 WAYS = {
@@ -58,9 +58,10 @@ def load(path, nf4=False, dtype=torch.float32, float8=False):
 
         config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers" in name)
-    module: Any
-    for module in convertible_modules(model):  # else, on some CPUs, bitsandbytes makes weights that cannot train
-        module.support_avx512bf16_for_cpu = False
+    for module, switch, off in conversion_edits(
+        model
+    ):  # else, on some CPUs, bitsandbytes makes weights that cannot train
+        setattr(module, switch, off)
     return model
 
 
