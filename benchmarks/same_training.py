@@ -58,9 +58,8 @@ def load(path, nf4=False, dtype=torch.float32, float8=False):
 
         config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "layers" in name)
-    for module, switch, off in conversion_edits(
-        model
-    ):  # else, on some CPUs, bitsandbytes makes weights that cannot train
+    # Else, on some CPUs, bitsandbytes makes weights that cannot train.
+    for module, switch, off in conversion_edits(model):
         setattr(module, switch, off)
     return model
 
