@@ -117,7 +117,11 @@ def stages(on: Options) -> dict[str, list[Step]]:
     small, out = on.small, on.out
     workers = [] if small else ["-n", "12"]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--durations=5", *workers]
-    battery = [*pytest, "tests/test_gpu.py", *(["-k", "formula"] if small else [])]
+    battery = [
+        *pytest,
+        "tests/test_gpu.py",
+        *(["-k", "formula"] if small else ["tests/kernels/test_triton_kernels.py"]),
+    ]
     trainers = [*pytest, *(_TRAINERS[:1] if small else _TRAINERS), *(["-k", "token_budget"] if small else [])]
     every_type = [str(HERE / "every_type.py"), "--output", str(out / "types.jsonl")]
     every_type += ["--jobs", "1", "--only", "llama"] if small else []

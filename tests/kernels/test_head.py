@@ -154,10 +154,8 @@ def test_tritons_kernel_scores_what_it_takes(monkeypatch):
     """Logits on CUDA in its dtypes, if Triton is there. A softcap stays with torch."""
     fits = torch.zeros(2, 8)
     assert chunked.score_kernel(fits) is None, "on a CPU"
-    monkeypatch.setattr(chunked, "lies_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(devices, "runs_triton", lambda device: True)
     assert chunked.score_kernel(fits.double()) is None
-    monkeypatch.setattr(chunked, "find_spec", lambda name: None)
-    assert chunked.score_kernel(fits) is None
     monkeypatch.setattr(chunked, "score_kernel", lambda logits: pretended_head.score_rows)
     kinds = [
         type(chunk)

@@ -16,6 +16,7 @@ from tolerance import assert_no_worse, differs
 from torch.autograd.graph import saved_tensors_hooks
 
 from trl_packfa import patch
+from trl_packfa.kernels import devices
 from trl_packfa.kernels.lora import launches, projections
 from trl_packfa.kernels.lora.dropout import Dropout
 
@@ -181,3 +182,12 @@ def test_takes_what_the_kernels_take(fits, calls):
 def test_other_devices_run_torch():
     assert not launches.runs_on(torch.device("cpu")) and not launches.runs_on(torch.device("xpu"))
     assert not launches.takes(torch.zeros(2, 8).bfloat16(), 8)
+
+
+def test_a_triton_that_cannot_launch_leaves_the_work_to_torch_and_says_so(monkeypatch, caplog):
+    """As on a machine without the C compiler that Triton needs; here the device is missing."""
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)
+    gone = torch.device("cuda", 63)
+    assert not launches.runs_on(gone) and not launches.runs_on(gone)
+    (said,) = caplog.messages
+    assert "Triton does not run on cuda:63, so torch's operators do: " in said

@@ -10,7 +10,6 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ...compile import around_graphs, outside_of_graphs
 from ...override import Override, forward_signature
 from ...parallel.zero3 import is_in_parts
 from .. import devices
-from ..liger import DTYPES, lies_on_cuda
+from ..liger import DTYPES
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -299,7 +298,7 @@ class Chunks:
 
 def score_kernel(logits: torch.Tensor) -> Callable[..., None] | None:
     """Return [`~triton_kernel.score_rows`] if it takes logits `(n, V)`, else `None`."""
-    if not lies_on_cuda(logits) or logits.dtype not in DTYPES or find_spec("triton") is None:
+    if logits.dtype not in DTYPES or not devices.runs_triton(logits.device):
         return None
     from .triton_kernel import score_rows  # Triton is there for GPUs only
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ...autocast import HALF
+from .. import devices
 from ..liger import is_plain
 
 # A larger rank makes the partial sums larger than the tensors that are not read twice.
@@ -36,7 +36,7 @@ def _kernels() -> Any:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Tell whether the kernels run on a device: on CUDA since Ampere, with Triton."""
-    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+    if torch.version.hip is not None or not devices.runs_triton(device):
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
