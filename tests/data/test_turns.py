@@ -161,7 +161,7 @@ def test_negative_control_a_prefix_that_is_too_long_is_found(tmp_path, monkeypat
 
     monkeypatch.setattr(collator, "tree_of", tree)
     expanded(tmp_path, max_steps=1).train()  # on a CPU it is found anew
-    monkeypatch.setattr(shared_rows, "_told_tree", lambda layout, ids: layout.prefix_tree)
+    monkeypatch.setattr(shared_rows, "_given_tree", lambda layout, ids: layout.prefix_tree)
     with pytest.raises(ContaminationError, match="first training batch"):
         expanded(tmp_path).train()
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import tiny
 import torch
+from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import differs
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,6 +16,12 @@ from trl_packfa.kernels import norms
 from trl_packfa.kernels.lora import overrides
 
 LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _with_liger(monkeypatch):
+    """As on CUDA, where Liger computes the norms."""
+    pretend_liger(monkeypatch)
 
 
 @pytest.fixture

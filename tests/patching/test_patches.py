@@ -10,6 +10,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from pretended_liger import pretend_liger
 from selection import in_full
 from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
@@ -283,8 +284,9 @@ def test_a_long_document_does_not_change_the_others_rope():
     assert_float32(tiny.split(forward(patch(model), docs).logits)[0], alone)
 
 
-def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
+def test_overrides_of_norms_are_put_on_models_that_liger_may_run_only(monkeypatch):
     """Elsewhere their layers' checkpointing stays transformers' own, too."""
+    pretend_liger(monkeypatch)
 
     def overridden(model):
         state = apply_patch(model, get_patch(model))

@@ -9,6 +9,7 @@ import tiny
 import torch
 from operations import kept_bytes
 from peft import get_peft_model
+from pretended_liger import pretend_liger
 from tiny_models import small_model
 from tolerance import assert_estimate
 from training import arguments, lora_config
@@ -28,8 +29,9 @@ def test_widths_that_differ_from_layer_to_layer_or_are_not_said(name, estimated)
         assert len(set(widths)) > 1 and attention_heads(text)[1] == round(sum(widths) / len(widths))
 
 
-def test_a_layer_with_fused_lora_keeps_what_is_estimated():
+def test_a_layer_with_fused_lora_keeps_what_is_estimated(monkeypatch):
     """Its norms their inputs, its MLP gate and up; one document, which attention copies nothing of."""
+    pretend_liger(monkeypatch)
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
     kept, tokens = {}, 64
     for layers in (1, 3):

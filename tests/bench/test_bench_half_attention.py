@@ -1,9 +1,9 @@
-"""`benchmarks/short_documents.py`: one side attends in float32, the other in half precision; each length is a row."""
+"""`benchmarks/half_attention.py`: one side attends in float32, the other in half precision; each length is a row."""
 
 import json
 
+import half_attention
 import pytest
-import short_documents
 import torch
 import torch.nn.functional as F
 
@@ -21,7 +21,7 @@ def test_only_one_side_attends_in_float32(monkeypatch, capsys):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     argv = ["--documents", "16", "32", "--tokens", "32", "--width", "192", "--layers", "1", "--repeats", "2", "--json"]
-    assert short_documents.main(argv) == 0
+    assert half_attention.main(argv) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["documents"] for row in rows] == [16, 32]
     # Two lengths, three pairs of steps each, one layer.
@@ -29,6 +29,6 @@ def test_only_one_side_attends_in_float32(monkeypatch, capsys):
 
 
 def test_a_pair_needs_repeats():
-    model = short_documents.build(width=192, layers=1)
+    model = half_attention.build(width=192, layers=1)
     with pytest.raises(ValueError, match="at least"):
-        short_documents.measure(model, tokens=16, document=16, repeats=0)
+        half_attention.measure(model, tokens=16, document=16, repeats=0)

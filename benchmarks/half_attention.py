@@ -1,6 +1,6 @@
-"""Measure what float32 brings short documents in a half-precision step on a CPU: whole LoRA steps, with and without.
+"""Measure attention in float32 in a half-precision step on a CPU: whole LoRA steps, with it and in half precision.
 
-    OMP_NUM_THREADS=1 python benchmarks/short_documents.py [--documents 128 512] [--tokens 1024] [--repeats 8]
+    OMP_NUM_THREADS=1 python benchmarks/half_attention.py [--documents 128 512] [--tokens 1024] [--repeats 8]
 
 Both sides run in turn, in one process. Times are of the processor, so that other work on the machine counts little.
 """
@@ -52,12 +52,12 @@ def step(model: Any, *, tokens: int, document: int) -> float:
 
 
 def measure(model: Any, *, tokens: int, document: int, repeats: int) -> dict[str, Any]:
-    """Return how many times as fast a step is with float32 for short documents: median and inner half of the pairs."""
+    """Return how many times as fast a step is with attention in float32: median and inner half of the pairs."""
     ratios = []
     for number in range(repeats + 1):
         seconds = {}
         for side in (True, False) if number % 2 else (False, True):
-            with set_inside(sdpa, **({} if side else {"_IN_FLOAT32": 0})):
+            with set_inside(sdpa, **({} if side else {"_runs_in_float32": lambda *_: False})):
                 seconds[side] = step(model, tokens=tokens, document=document)
         ratios.append(seconds[False] / seconds[True])
     low, middle, high = statistics.quantiles(ratios[1:], n=4)  # the first pair warms up
@@ -67,7 +67,7 @@ def measure(model: Any, *, tokens: int, document: int, repeats: int) -> dict[str
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_json(parser)
-    parser.add_argument("--documents", type=int, nargs="+", default=[128, 256, 512], help="lengths in tokens")
+    parser.add_argument("--documents", type=int, nargs="+", default=[128, 256, 512, 1024], help="lengths in tokens")
     parser.add_argument("--tokens", type=int, default=1024, help="of a row")
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--layers", type=int, default=4)
