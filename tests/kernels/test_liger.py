@@ -133,7 +133,7 @@ def test_the_rotation_writes_over_nothing(calls):
     ids=["fused", "hooked", "after q_norm", "full", "full, hooked"],
 )
 def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, owned, calls, monkeypatch):
-    """What a hook has kept stays, and gradients are those of copies, to the bit."""
+    """Gradients are those of copies, to the bit, and what a hook has kept stays."""
     seen, kept, rotates = [], [], rotary.rotate_by_liger
 
     def rotate_by_liger(*given, overwrites):

@@ -80,7 +80,7 @@ def test_both_products_of_a_gradient(dtype, shape, rank):
 @SHAPES
 @HALF
 def test_products_with_dropout(dtype, shape, layers, rank):
-    """Of a chunk of a longer input, against PEFT's formula with the same masks."""
+    """Each kernel computes PEFT's formula with the same masks, of a chunk of a longer input."""
     (tokens, features), scaling = shape, 0.5
     bits = drawn(7, layers, tokens + 3, features, 0.3)[:, 3:]
     x, outer = randn(*shape, dtype=dtype), randn(tokens, layers * rank, dtype=dtype, seed=1)
@@ -112,7 +112,7 @@ def test_an_expert_without_tokens_adds_nothing():
 @runs
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
 def test_bits_keep_their_share_and_are_independent(rate):
-    """Of the other layer, of the token and the feature before, and of another seed. The control is a wrong rate."""
+    """Bits depend on no bit of the other layer, token, feature or seed. The control is a wrong rate."""
     one, again, another = (drawn(seed, 2, 400, 1000, rate) for seed in (3, 3, 2**40 + 3))
     assert torch.equal(one, again)
     off, other = (pretended_triton.kept_by(bits, 1000).double() - (1 - rate) for bits in (one, another))

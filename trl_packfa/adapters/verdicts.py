@@ -1,4 +1,4 @@
-"""What the tables of adapters and quantizers say about one model."""
+"""Verdicts of the tables of adapters and quantizers on one model."""
 
 from __future__ import annotations
 

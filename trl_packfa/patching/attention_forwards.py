@@ -1,4 +1,4 @@
-"""How attention modules run packed: by a new `forward`, by a function of their own, or by transformers' interface.
+"""Edits that run attention modules packed: a new `forward`, a function of their own, or transformers' interface.
 
 Each runs its original unless the call is packed.
 

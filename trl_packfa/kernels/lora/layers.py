@@ -101,7 +101,7 @@ class _Adapter(NamedTuple):
 
 
 class Half(NamedTuple):
-    """What one half of a chunk's backward leaves for the other. Without adapters it is the gradients only."""
+    """Results of one half of a chunk's backward that the other half needs. Without adapters: the gradients only."""
 
     grads: list[torch.Tensor]  # of the outputs, in the dtype of the products
     outer_TR: torch.Tensor | None = None  # their scaled products with `lora_B`
