@@ -43,10 +43,9 @@ def patch(
         backend (`str`, *optional*, defaults to `"auto"`):
             Attention backend: `"auto"`, or a name that `trl-packfa env` lists.
         fused_kernels (`bool`, *optional*, defaults to `True`):
-            In packed calls, compute RMSNorms, rotary embeddings and SwiGLU in fewer passes over memory: on CUDA with
-            liger-kernel if it is installed, on a CPU in chunks. Compute LoRA layers together with their base layers;
-            the result is PEFT's within rounding. `False` runs the model's and PEFT's own code; [`describe`] says what
-            runs, and which LoRA layers cannot be fused.
+            In packed calls, compute LoRA layers together with their base layers; the result is PEFT's within rounding.
+            On CUDA with liger-kernel installed, compute RMSNorms, rotary embeddings and SwiGLU by its kernels. `False`
+            runs the model's and PEFT's own code; [`describe`] says what runs, and which LoRA layers cannot be fused.
         unpad (`bool`, *optional*, defaults to `False`):
             Compute padded batches, padded on the left or on the right, as one row of their real tokens. Callers see
             the shapes of the padded batch, with zeros at padding. Positions count from each row's first real token.

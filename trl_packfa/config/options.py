@@ -25,9 +25,8 @@ class PatchOptions:
     fused_kernels: bool = field(
         default=True,
         metadata={
-            "help": "Compute norms, rotary embeddings and SwiGLU in fewer passes over memory: with liger-kernel on "
-            "CUDA if it is installed, in chunks on a CPU. Compute a LoRA layer together with its base layer. `False` "
-            "runs the model's and PEFT's own code."
+            "help": "Compute a LoRA layer together with its base layer. On CUDA with liger-kernel installed, compute "
+            "norms, rotary embeddings and SwiGLU by its kernels. `False` runs the model's and PEFT's own code."
         },
     )
     unpad: bool = field(
