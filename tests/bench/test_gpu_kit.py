@@ -24,6 +24,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
 from trl_packfa.bench import environment
 from trl_packfa.bench.arguments import read_arguments
+from trl_packfa.kernels import devices
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("first", "second", "third", "fourth")
@@ -131,7 +132,7 @@ def test_the_expected_seconds_are_those_of_the_sides(tmp_path):
         assert ["start", *sides] == list(run.SECONDS[step.name])
         assert not asked.bench.trace and asked.bench.presets and (asked.bench.base in sides or len(sides) == 1)
     assert sides_of(steps[0])[0][0] == "step", "the product's default comes first"
-    traced = run.stages(run.Options(tmp_path, trace=True))["first"][0]
+    (traced,) = run.chosen("llama3_8b", run.stages(run.Options(tmp_path, trace=True)))
     assert sides_of(traced)[1].bench.trace
 
 
@@ -256,6 +257,17 @@ def test_results_go_where_the_machine_takes_them_from(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "unpack", lambda *args: None)
     monkeypatch.setenv("OUT", str(tmp_path))
     assert run.main(["first"]) == 0 and (tmp_path / "said.log").read_text() == "here\n"
+
+
+@pytest.mark.parametrize(("code", "printed"), [(1, "0"), (0, "None")], ids=["failed", "passed"])
+def test_steps_after_kernels_that_failed_run_torchs_operators(code, printed, tmp_path, monkeypatch, capsys):
+    steps = [["-c", f"raise SystemExit({code})"], ["-c", f"import os; print(os.environ.get('{devices.TRITON}'))"]]
+    named = [run.Step(name, step) for name, step in zip((run.KERNELS, "next"), steps, strict=True)]
+    monkeypatch.setattr(run, "stages", lambda on: {"first": named})
+    monkeypatch.setattr(run, "unpack", lambda *args: None)
+    assert run.main(["first", "--out", str(tmp_path)]) == code
+    assert (tmp_path / "next.log").read_text() == f"{printed}\n"
+    assert (f"{devices.TRITON}=0" in capsys.readouterr().out) == bool(code)
 
 
 def test_the_page_holds_the_table():

@@ -191,3 +191,5 @@ def test_a_triton_that_cannot_launch_leaves_the_work_to_torch_and_says_so(monkey
     assert not launches.runs_on(gone) and not launches.runs_on(gone)
     (said,) = caplog.messages
     assert "Triton does not run on cuda:63, so torch's operators do: " in said
+    monkeypatch.setenv(devices.TRITON, "0")  # then it is not tried
+    assert not launches.runs_on(torch.device("cuda", 62)) and len(caplog.messages) == 1

@@ -12,11 +12,12 @@ from selection import exhaustive
 
 # Recipes whose lines others run, too, and the commands of the second half hour, which the tests of these parts run.
 ALIKE = (
-    "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "types", "trainers", "attention", "full_1b", "dpo_1b",
+    "kernels", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "types", "trainers", "attention", "full_1b",
+    "dpo_1b",
 )  # fmt: skip
 STEPS = [
-    "llama3_8b", "automodel", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "tests", "types", "trainers",
-    "parts", "attention", "dpo_1b", "full_1b",
+    "kernels", "llama3_8b", "automodel", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "tests", "types",
+    "trainers", "parts", "attention", "dpo_1b", "full_1b",
 ]  # fmt: skip
 # Kernels of Triton; the side says so, and the others run.
 NEEDS_LIGER = "trl-bfd-liger@64x1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,6 +13,9 @@ import torch
 from ..errors import first_line
 
 logger = logging.getLogger(__name__)
+
+# The environment variable that turns our Triton kernels off with `0`: torch's operators run in their place.
+TRITON = "TRL_PACKFA_TRITON"
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -30,7 +34,7 @@ def runs_triton(device: torch.device) -> bool:
 
     Triton compiles at the first launch, for which some machines lack a C compiler or a driver's headers.
     """
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda" or os.environ.get(TRITON) == "0" or find_spec("triton") is None:
         return False
     try:
         logits, targets = torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.long, device=device)
