@@ -14,7 +14,7 @@ import oracle
 import pytest
 import torch
 from battery import graphs_after_each_batch, patched_model
-from gpu import model, parts, prepare, run, wanted
+from gpu import counting, model, parts, prepare, run, wanted
 from pretended import pretend
 from tolerance import assert_low_precision, differs
 from torch._subclasses import FakeTensorMode
@@ -290,7 +290,7 @@ def test_the_predictions_are_those_of_this_code():
 
 def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     """Half of the rate of either; a kernel that is one operator adds up what it moves, and temporaries are no peak."""
-    recorder = model.Recorder([4])
+    recorder = counting.Recorder([4])
     with FakeTensorMode():
         a, b = torch.empty(8, 128), torch.empty(128, 128)
         recorder.follow((a, b))
@@ -311,7 +311,7 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     assert (fused.kind, fused.flops, fused.bytes) == ("fused", 0.0, 4 * 1024)
     assert (drawn.kind, drawn.flops, drawn.bytes, added.flops, added.bytes) == ("dropout", 2e9, 4096, 0.0, 4096)
     rates = {"products": product.flops / 3, "bandwidth": product.bytes / 2, "attention": (1.0, 1.0), "integers": 1e9}
-    device = model.Device("x", **rates)
+    device = counting.Device("x", **rates)
     assert drawn.seconds(device) == 2.0
     assert product.seconds(device) == 3.0 and fused.seconds(device) == 4096 * 2 / product.bytes
     assert recorder.counted.peak_bytes == before + 4096 + 512
