@@ -123,7 +123,8 @@ def add_gradient_products(
         tl.store(grad_B + n, _add_up(grad_B_parts, rows, grad_B_count, n), mask=n < grad_B_count)
 
 
-@triton.jit
+# A threshold of one would be a constant, which is no tensor.
+@triton.jit(do_not_specialize=["threshold"])
 def draw_bits(seed: tl.tensor, bits: tl.tensor, count: tl.tensor, threshold: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Draw `count` words of each layer, program by program. A bit is one with probability `threshold / 65536`.
 
