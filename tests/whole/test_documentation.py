@@ -95,8 +95,8 @@ def test_every_python_snippet_runs(text, workplace, monkeypatch):
 
 
 def lines_of_data():
-    """Every line of JSON on the page of data formats, with each trainer that its heading names."""
-    for section in (ROOT / "docs" / "data.md").read_text().split("\n## ")[1:]:
+    """Every line of JSON of the data formats, with each trainer that its heading names."""
+    for section in (ROOT / "docs" / "reference.md").read_text().split("\n### ")[1:]:
         heading = section.splitlines()[0]
         for block in re.findall(r"```json\n(.*?)```", section, flags=re.DOTALL):
             for number, line in enumerate(block.strip().splitlines()):
