@@ -16,12 +16,12 @@ from tolerance import assert_another_run, assert_float32, assert_trajectory
 from training import arguments, dataset, losses, packed_trainer, rows
 from trl import SFTConfig, SFTTrainer
 
-from trl_packfa import DataCollatorForPacking, PackedSFTConfig, patch
+from trl_packfa import DataCollatorForPacking, patch
 from trl_packfa.data import collator
 from trl_packfa.data.collator import ROW_LENGTHS, SAVED
 from trl_packfa.data.dataset import split_example, split_tree
 from trl_packfa.data.turns import TurnExpander
-from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
+from trl_packfa.errors import ContaminationError, InvalidDataset
 from trl_packfa.layout import prefix_tree, shared_rows
 from trl_packfa.layout.prefix_tree import PrefixTree
 from trl_packfa.layout.shared_rows import tree_of
@@ -263,21 +263,6 @@ def test_packed_rows_share_with_the_collator_and_without():
     assert policy.shared == before
     model(input_ids=ids, position_ids=layout.position_ids(), packed_layout=replace(layout, memo={}))
     assert policy.shared == before + 20
-
-
-BAD = {
-    "packing=False": ({"expand_turns": True, "packing": False}, "expand_turns=True with packing=False"),
-    "sharing padded": ({"share_prefixes": True, "packing": False}, "share_prefixes=True with packing=False"),
-    "wrapped": ({"expand_turns": True, "packing_strategy": "wrapped"}, "lost its history"),
-    "assistant": ({"expand_turns": True, "assistant_only_loss": True}, "exactly its own assistant turn"),
-    "noise": ({"share_prefixes": True, "neftune_noise_alpha": 5.0}, "draws its own noise"),
-}
-
-
-@pytest.mark.parametrize("options, told", BAD.values(), ids=BAD)
-def test_contradictions_are_refused(options, told, tmp_path):
-    with pytest.raises(InvalidConfig, match=told):
-        arguments(PackedSFTConfig, tmp_path, **options)
 
 
 def test_data_without_turns_is_refused(tmp_path):

@@ -1,8 +1,11 @@
+import json
+
 import numpy as np
 import pytest
 from calls import calls_of
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rank_balance import main
 
 from trl_packfa import packing
 from trl_packfa.errors import InvalidConfig, InvalidDataset
@@ -243,3 +246,11 @@ def test_rows_that_run_at_the_same_time_cost_alike():
         return costs.max(axis=0).sum() / costs.mean(axis=0).sum()
 
     assert waiting(1e-3) < 1.02 < 1.1 < waiting(0.0)
+
+
+def test_balance_is_told_by_who_deals(capsys):
+    """Ours is at its bound; the padded order, the control, is far from it."""
+    assert main(["--mixes", "uneven", "--ranks", "8", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["longest document"] <= row["step"] <= 1.02 * row["longest document"] < row["padded order"]
+    assert row["step"] <= min(row["by tokens"], row["by squares"])

@@ -73,15 +73,6 @@ def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeyp
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"sequence_parallel": 0}, "sequence_parallel=0: it must be 1 or more"),
-    ({"sequence_parallel": 2, "packing": False}, "only packed rows can be shared"),
-])  # fmt: skip
-def test_only_packed_rows_are_shared(tmp_path, options, said):
-    with pytest.raises(InvalidConfig, match=said):
-        arguments(out=tmp_path, **options)
-
-
 @pytest.mark.parametrize(("options", "named"), [
     ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),

@@ -21,19 +21,13 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     assert "- trl-packfa\n" in card.split("---")[1], "the tag"
 
 
-def test_a_card_without_check_says_so(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, check_packing=False))
-    assert "Check: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
-    trainer.create_model_card()
-    assert "not checked before training" in (tmp_path / "README.md").read_text()
-
-
 def test_the_verdict_on_the_card_is_the_reports(tmp_path):
-    """The negative control: a report of a leak does not read as exact."""
+    """The negative control: a report of a leak does not read as exact, nor does a run without check."""
     trainer = packed_trainer(arguments(out=tmp_path))
     report = trainer.check()
     leak = report.with_rows([report["isolation"]._replace(difference=1.0)])
     assert "verdict `leak`" in packing_section(trainer.args.card_settings, {}, leak)
+    assert "Check: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
 
 
 def test_padded_training_has_trls_card(tmp_path):
@@ -58,5 +52,6 @@ def test_a_local_model_has_its_name_and_a_checkpoint_the_runs_card(tmp_path):
     packed_trainer(arguments(out=tmp_path, **options), model=model).train()
     card = (tmp_path / "README.md").read_text()
     assert "fine-tuned version of `my-base`, a local folder" in card and "None" not in card
+    assert "not checked before training" in card
     assert str(tmp_path) not in card.split("## Packing")[0]
     assert (tmp_path / "checkpoint-2" / "README.md").read_text() == card

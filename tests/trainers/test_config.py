@@ -58,10 +58,6 @@ def test_defaults_pack_and_adapt():
     assert args.dtype == "float32"
 
 
-def test_output_dir_is_the_first_argument_as_in_trl():
-    assert PackedSFTConfig("somewhere", use_cpu=True).output_dir == "somewhere"
-
-
 def test_nothing_is_pinned_for_a_cpu():
     """torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so."""
     assert SFTConfig("out", bf16=False).dataloader_pin_memory
@@ -73,10 +69,6 @@ def test_qlora_computes_in_the_training_dtype():
     assert config(load_in_4bit=True, bf16=True).dtype == "bfloat16"
     assert config(load_in_4bit=True).dtype == "float32"
     assert config(load_in_4bit=True, dtype="float16").dtype == "float16"
-
-
-def test_bfd_split_is_bfd_that_splits():
-    assert config(packing_strategy="bfd_split").overflow == "split"
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -95,7 +87,18 @@ def test_bfd_split_is_bfd_that_splits():
     ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
     ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
     ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
-    ({"max_tokens_per_microbatch": -5}, r"max_tokens_per_microbatch=-5: it must be 2 or more"),
+    ({"loss_weighting": "document"},
+     r"loss_weighting='document' is not supported by PackedSFTConfig(.|\n)*'token', 'example'"),
+    ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
+    ({"loss_weighting": "example", "label_smoothing_factor": 0.1},
+     "label_smoothing_factor=0.1 with loss_weighting='example'"),
+    ({"sequence_parallel": 0}, "sequence_parallel=0: it must be 1 or more"),
+    ({"sequence_parallel": 2, "packing": False}, "only packed rows can be shared"),
+    ({"expand_turns": True, "packing": False}, "expand_turns=True with packing=False"),
+    ({"share_prefixes": True, "packing": False}, "share_prefixes=True with packing=False"),
+    ({"expand_turns": True, "packing_strategy": "wrapped"}, "lost its history"),
+    ({"expand_turns": True, "assistant_only_loss": True}, "exactly its own assistant turn"),
+    ({"share_prefixes": True, "neftune_noise_alpha": 5.0}, "draws its own noise"),
 ])  # fmt: skip
 def test_contradictions_are_refused(options, message):
     with pytest.raises(InvalidConfig, match=message):

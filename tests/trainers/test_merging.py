@@ -54,8 +54,8 @@ def test_the_merged_model_is_the_adapter_on_the_base(base, tmp_path, quantized):
     assert AutoTokenizer.from_pretrained(out).eos_token == "</s>"
 
 
-def test_the_merged_model_generates_patched_or_not(base, tmp_path):
-    _, adapter = train_adapter(base, tmp_path)
+def test_the_model_generates_after_training_and_merged_patched_or_not(base, tmp_path):
+    trainer, adapter = train_adapter(base, tmp_path)
     merged, tokenizer = merge_adapter(adapter, tmp_path / "merged", dtype="float32")
     prompt = tokenizer("1 2 3", return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -63,14 +63,9 @@ def test_the_merged_model_generates_patched_or_not(base, tmp_path):
     with trl_packfa.patched(merged):
         assert torch.equal(merged.generate(prompt, **options), plain)
     assert plain.shape[1] > prompt.shape[1] and tokenizer.decode(plain[0])
-
-
-def test_the_model_generates_right_after_training(base, tmp_path):
-    trainer, adapter = train_adapter(base, tmp_path)
-    ids = tiny.documents()[0][None]
-    options = {"max_new_tokens": 6, "do_sample": False}
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
-    assert torch.equal(trainer.model.generate(input_ids=ids, **options), loaded.generate(input_ids=ids, **options))
+    found = trainer.model.generate(input_ids=prompt, **options)
+    assert torch.equal(found, loaded.generate(input_ids=prompt, **options))
 
 
 def test_a_base_that_moved_is_named(base, tmp_path, capsys):

@@ -8,8 +8,6 @@ from training import arguments, lora_config, packed_trainer
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer import sft_trainer
 
-from trl_packfa.errors import InvalidConfig
-
 RUNS = {
     "step": {"packing_strategy": "step", "gradient_accumulation_steps": 2},
     "bfd": {"packing_strategy": "bfd", "max_length": 128},
@@ -60,8 +58,3 @@ def test_what_comes_back_is_what_the_backward_reads(tmp_path, offloading):
     """The control: activations that come back twice as large."""
     expected, offloading.factor = losses(tmp_path), 2.0
     assert losses(tmp_path, activation_offloading=True) != expected
-
-
-def test_offloading_without_an_accelerator_is_refused():
-    with pytest.raises(InvalidConfig, match=r"activation_offloading=True without an accelerator(.|\n)*to the CPU"):
-        packed_trainer(arguments(activation_offloading=True))

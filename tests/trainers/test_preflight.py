@@ -7,7 +7,7 @@ import re
 import pytest
 import tiny
 from datasets import Dataset
-from training import FORMATS, SAVING, arguments, losses, packed_trainer, trained
+from training import FORMATS, SAVING, arguments, packed_trainer, trained
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
@@ -79,6 +79,10 @@ def test_the_trainer_asks_before_weights(command, tmp_path, monkeypatch):
         packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), **by_name)
     with pytest.raises(InvalidDataset, match=r"the train dataset holds no conversations(.|\n)*'completion', 'prompt'"):
         packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), model=folder)
+    by_name["processing_class"] = tiny.tokenizer()
+    by_name["processing_class"].chat_template = None
+    with pytest.raises(InvalidConfig, match="the tokenizer has no chat template"):
+        packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), **by_name)
 
 
 def test_a_template_with_markers_of_its_own_or_by_path_is_taken(tmp_path):
@@ -94,21 +98,13 @@ def test_a_template_with_markers_of_its_own_or_by_path_is_taken(tmp_path):
     assert found[0] == found[1]
 
 
-def test_no_template_at_all(tmp_path):
-    args, bare = arguments(out=tmp_path, assistant_only_loss=True), tiny.tokenizer()
-    bare.chat_template = None
-    with pytest.raises(InvalidConfig, match="the tokenizer has no chat template"):
-        packed_trainer(args, processing_class=bare, train_dataset=conversations())
-
-
-@pytest.mark.parametrize("asked", ["true", "last", "{}/out/checkpoint-2"])
-def test_a_run_is_resumed_from_the_command_line(asked, command, tmp_path, capsys):
+def test_a_run_is_resumed_from_the_command_line(command, tmp_path, capsys):
     """It says from where, first of all, and goes on from that step."""
     command[command.index("no")] = "steps"
     command += ["--save_steps", "2", "--check_packing", "false", "--report_to", "none"]
     assert main([*command, "--max_steps", "2"]) == 0
     capsys.readouterr()
-    assert main([*command, "--resume_from_checkpoint", asked.format(tmp_path)]) == 0
+    assert main([*command, "--resume_from_checkpoint", "true"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("resuming from checkpoint-2 at step 2\n")
     assert "step 3/4" in out and "step 2/4" not in out and "checkpoint-4" in os.listdir(tmp_path / "out")
@@ -132,22 +128,14 @@ def test_a_run_without_steps_left_is_finished(step, epoch, options, finished, tm
     assert (finished_message(tmp_path, args) is not None) == finished
 
 
-def test_false_resumes_from_nothing(tmp_path):
-    assert [checkpoint_to_resume(asked, tmp_path) for asked in (None, False, "false", "")] == [None] * 4
-
-
-def test_the_trainer_takes_the_same_words(tmp_path):
-    run = trained(packed_trainer(arguments(out=tmp_path, **SAVING)))
-    again = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
+def test_the_trainer_takes_the_same_words_and_names_a_corrupt_state(tmp_path):
+    trained(packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 2})))
+    last = str(tmp_path / "checkpoint-2")
+    words = (None, False, "false", "", True, "true", "last", last)
+    assert [checkpoint_to_resume(asked, tmp_path) for asked in words] == [None] * 4 + [last] * 4
+    again = packed_trainer(arguments(out=tmp_path))
     with pytest.raises(InvalidConfig, match="checkpoint-3: that is no checkpoint"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    again.train(resume_from_checkpoint="last")
-    assert losses(again)[:4] == losses(run) and len(losses(again)) == 6
-
-
-def test_a_corrupt_state_is_one_message(tmp_path):
-    folder = tmp_path / "checkpoint-2"
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text("{")
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{")
     with pytest.raises(InvalidConfig, match=r"trainer_state.json cannot be read"):
-        packed_trainer(arguments(out=tmp_path)).train(resume_from_checkpoint=str(folder))
+        again.train(resume_from_checkpoint=last)

@@ -49,14 +49,12 @@ def contaminated(tmp_path, when):
     return trainer
 
 
-def test_a_model_contaminated_in_evaluation_alone_is_never_trained(tmp_path):
-    trainer = contaminated(tmp_path, lambda attention, layout: layout.num_documents > 3 and not attention.training)
-    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
-        trainer.train()
-
-
-def test_a_contaminated_model_is_never_trained(tmp_path):
-    trainer = contaminated(tmp_path, lambda attention, layout: True)
+@pytest.mark.parametrize("when", [
+    lambda attention, layout: True,
+    lambda attention, layout: layout.num_documents > 3 and not attention.training,
+], ids=["always", "in evaluation alone"])  # fmt: skip
+def test_a_contaminated_model_is_never_trained(when, tmp_path):
+    trainer = contaminated(tmp_path, when)
     with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -77,11 +75,12 @@ def listed(**row):
 NO_LABEL = {"input_ids": [5, 6], "labels": [-100, -100]}
 PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 TWO_ROWS = {"data_collator": lambda examples: {"input_ids": torch.ones(2, 3).long()}}
+STREAM = IterableDataset.from_generator(lambda: iter(dataset()))
 ON_THE_FLY = {"train_dataset": dataset().with_transform(lambda batch: batch)}
 # What the config asks for, what the trainer is given, and what is said.
 REFUSED = {
     "an empty dataset": ({}, {"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
-    "a list": ({}, {"train_dataset": [{"text": "1 2"}]}, InvalidDataset, r"not list(.|\n)*Dataset\.from_list\(rows\)"),
+    "a list": ({}, {"train_dataset": [{"text": "1"}]}, InvalidDataset, r"not list(.|\n)*Dataset\.from_list\(rows\)"),
     "a file": ({}, {"train_dataset": "my.jsonl"}, InvalidDataset, r"not str(.|\n)*data_files=\"my\.jsonl\""),
     "an unknown column": ({}, listed(a=1), InvalidDataset, r"\['a'\], which is no TRL format"),
     "text that is none": ({}, listed(text=7), InvalidDataset, "'text' .* holds int, expected str"),
@@ -105,6 +104,15 @@ REFUSED = {
                                "metrics are computed example by example"),
     "a loaded model to quantize": ({"load_in_4bit": True}, {"peft_config": None}, InvalidConfig,
                                    "already loaded, without quantization"),
+    "an unknown source": ({"loss_by": "origin"}, {}, InvalidConfig,
+                          r"loss_by='origin': the training dataset has no such column(.|\n)*source"),
+    "an unknown source of a stream": ({"loss_by": "origin"}, {"train_dataset": STREAM}, InvalidConfig,
+                                      r"loss_by='origin'(.|\n)*source"),
+    "offloading to itself": ({"activation_offloading": True}, {}, InvalidConfig,
+                             r"activation_offloading=True without an accelerator(.|\n)*to the CPU"),
+    "a budget smaller than a stream's documents": ({"max_tokens_per_microbatch": 63, "max_length": 64},
+                                                   {"train_dataset": STREAM}, InvalidConfig,
+                                                   "a document of a stream, which may have 64 tokens"),
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, {}, InvalidConfig,
                            "dispatch_batches=True cannot carry"),
 }  # fmt: skip
@@ -204,9 +212,6 @@ def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     said = rf"={longest - 1} is smaller than document {lengths.index(longest)}, which has {longest} tokens"
     with pytest.raises(InvalidConfig, match=rf"max_tokens_per_microbatch{said}(.|\n)*Raise it to {longest}"):
         packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest - 1))
-    stream = IterableDataset.from_generator(lambda: iter(dataset()))
-    with pytest.raises(InvalidConfig, match="smaller than a document of a stream, which may have 64 tokens"):
-        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=63, max_length=64), train_dataset=stream)
 
 
 @pytest.mark.parametrize("strategy", ["step", "bfd", *in_full("minibatch", "wrapped")])

@@ -30,14 +30,14 @@ def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
         require((Requirement(lambda r: r.size > 3, "never"), row), RUN)
     assert str(raised.value) == "a trainer has size=3.\n  - size is {big}\nLower size."
     assert raised.value.why == ("size is {big}",)
-
-
-def test_reasons_that_a_predicate_finds_stand_for_those_of_its_row():
+    reasons = Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")
     with pytest.raises(InvalidConfig) as raised:
-        require(
-            [Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")], RUN
-        )
-    assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another"
+        require([reasons], RUN)
+    assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another", "not the reason of its row"
+    error = UnsupportedModel("its own words")
+    with pytest.raises(UnsupportedModel) as raised:
+        require([Requirement(lambda r: error, "never said")], RUN)
+    assert raised.value is error, "of another table"
 
 
 def test_rows_where_a_condition_holds_are_about_those_runs_alone():
@@ -45,13 +45,6 @@ def test_rows_where_a_condition_holds_are_about_those_runs_alone():
     with pytest.raises(InvalidConfig, match="3 is too much"):
         require(rows, RUN)
     require(rows, Run(SimpleNamespace(size=2), "a trainer"))
-
-
-def test_error_of_another_table_is_raised_as_it_is():
-    error = UnsupportedModel("its own words")
-    with pytest.raises(UnsupportedModel) as raised:
-        require([Requirement(lambda r: error, "never said")], RUN)
-    assert raised.value is error
 
 
 def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():

@@ -2,6 +2,7 @@ import io
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,8 +19,10 @@ from trl_packfa.data import epoch_plan, flops, templates
 from trl_packfa.data.flops import ModelFlops, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
 from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers import packed_run
+from trl_packfa.trainers import clock, packed_run
+from trl_packfa.trainers.clock import TrainingClock
 from trl_packfa.trainers.sft import throughput, trainer
+from trl_packfa.trainers.sft.datasheet import datasheet_flops, named_flops
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
 
@@ -217,3 +220,97 @@ def test_advice_that_fails_hides_no_error():
     args = PackedSFTConfig("out", use_cpu=True, bf16=False)
     with pytest.raises(MemoryError, match="full"), throughput.memory_advice(args, {}, budget=None):
         raise MemoryError("full")
+
+
+class Counting(TrainingClock):
+    documents = 0
+
+    def _counts(self):
+        return np.append(super()._counts(), self.documents)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A run whose time and documents move by the test's own hand."""
+    now = [100.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    counting = Counting()
+
+    def spend(seconds, documents=0):
+        now[0] += seconds
+        counting.documents += documents
+
+    return counting, spend
+
+
+def test_what_comes_after_a_step_does_not_count(run):
+    counting, spend = run
+    spend(50, 5)
+    assert counting.take().tolist() == [0, 0], "before training"
+    counting.on_train_begin()
+    for event in (counting.on_evaluate, counting.on_save, counting.on_log, counting.on_predict):
+        spend(2, 3)
+        counting.on_step_end()
+        spend(1000, 7)
+        event()
+    assert counting.take().tolist() == [8, 12]
+
+
+def test_a_log_counts_the_wait_for_the_device_before_it(run):
+    counting, spend = run
+    counting.on_train_begin()
+    spend(2, 1)
+    counting.on_step_end()
+    spend(3)  # the host waits for the loss
+    assert counting.take().tolist() == [5, 1]
+    counting.on_log()
+    with counting.paused():
+        spend(60, 9)
+    spend(1, 1)
+    assert counting.take().tolist() == [1, 1] and counting.whole.tolist() == [6, 2]
+    counting.on_train_begin()
+    assert counting.take().tolist() == [0, 0], "of the next run"
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835),
+    ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA A100-PCIE-40GB", 312),
+    ("NVIDIA L4", 121),
+    ("NVIDIA L40S", 362),
+    ("AMD Instinct MI300X", 1307.4),
+    ("NVIDIA L40", None),
+    ("NVIDIA GH200 480GB", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA GeForce RTX 4090", None),
+])  # fmt: skip
+def test_devices_are_known_by_their_names(name, tflops):
+    assert named_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_only_half_precision_on_cuda_has_a_data_sheet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda", 0)
+    assert datasheet_flops(gpu, torch.bfloat16) == datasheet_flops(gpu, torch.float16) == 989e12
+    assert datasheet_flops(gpu, torch.float32) is None
+    assert datasheet_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_calls_are_timed_with_the_threads_of_the_run():
+    threads, calls = torch.get_num_threads(), []
+    assert flops.best_seconds(lambda: calls.append(torch.get_num_threads()), seconds=1e-4) > 0
+    assert set(calls) == {threads}
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
+def test_a_gpu_is_given_as_many_rows_as_fill_it(device, rows, monkeypatch):
+    asked = []
+    monkeypatch.setattr(throughput, "matmul_flops", lambda *shape, **options: asked.append(shape) or 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64, intermediate_size=[128, 256]))
+    args = SimpleNamespace(peak_tflops=None, device=torch.device(device), bf16=True, fp16=False)
+    throughput.peak_flops(config, args)
+    assert asked == [(rows, 64, 256)]

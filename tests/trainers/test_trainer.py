@@ -40,7 +40,8 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
 
 def test_step_takes_fewer_micro_batches_within_the_budget(tmp_path):
     # The check would go through the collator that is watched here.
-    options = {"gradient_accumulation_steps": 6, "max_steps": 6, "out": tmp_path, "check_packing": False}
+    options = {"gradient_accumulation_steps": 6, "max_steps": 6, "out": tmp_path, "check_packing": False,
+               "include_num_input_tokens_seen": "all"}  # fmt: skip
     trainer = packed_trainer(arguments(**options))
     longest = max(map(len, trainer.train_dataset["input_ids"]))
     tight = packed_trainer(arguments(**options, max_tokens_per_microbatch=longest))
@@ -57,6 +58,7 @@ def test_step_takes_fewer_micro_batches_within_the_budget(tmp_path):
     assert len(seen[tight]) > len(seen[trainer])
     assert_trajectory(losses(tight), losses(trainer))
     assert trainer.state.log_history[0]["micro_batches"] < 6
+    assert tight.state.num_input_tokens_seen == logs_of(tight)[-1]["num_tokens"], "no pads"
 
 
 def test_negative_control_packing_without_boundaries_is_another_training(tmp_path):
@@ -84,22 +86,17 @@ def test_packing_patching_and_lora_are_on_by_default(tmp_path):
     assert trainer.state.log_history[0]["documents"] == 4
 
 
-def test_unpatch_gives_back_the_model_that_trl_made(tmp_path):
+def test_a_model_without_adapter_is_trained_whole_and_given_back_by_unpatch(tmp_path):
     """The head that scores trained positions only is gone, too."""
     model, args = tiny.model(layers=2), arguments(out=tmp_path, use_peft=False)
-    trainer = packed_trainer(args, model=model)
+    trainer = packed_trainer(args, model=model, peft_config=None)
+    assert all(p.requires_grad for p in trainer.model.parameters())
     given = vars(model)["forward"]
     assert isinstance(given, Head)
     trainer.train()
     unpatch(trainer.model)
     assert vars(model)["forward"] == given.original
     assert not any("forward" in vars(module) for module in model.modules() if module is not model)
-
-
-def test_use_peft_false_trains_everything(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), peft_config=None)
-    assert all(p.requires_grad for p in trainer.model.parameters())
-    trainer.train()
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, TrainingArguments])

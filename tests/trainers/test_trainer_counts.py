@@ -119,12 +119,6 @@ def test_split_trains_every_token(tmp_path):
     assert "source" in trainer.train_dataset.column_names, "user columns survive"
 
 
-def test_losses_of_a_stream_are_logged(tmp_path):
-    args = arguments(out=tmp_path, max_length=20, max_steps=2)
-    trainer = trained(packed_trainer(args, train_dataset=dataset().to_iterable_dataset()))
-    assert sum(entry.get("tokens_lost", 0) for entry in trainer.state.log_history) > 0
-
-
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_losses_of_a_stream_are_summed_over_the_steps_of_a_log(tmp_path, strategy):
     whole = packed_trainer(arguments(out=tmp_path, max_length=None)).train_dataset["input_ids"]

@@ -9,7 +9,6 @@ from training import arguments, batches_of, dataset, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.data.collator import SOURCES
-from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.sft.loss_terms import count_examples, example_weights
 
 OPTIONS = {
@@ -86,26 +85,6 @@ def test_each_sources_loss_is_logged(tmp_path, strategy):
     names = sorted(sums)
     assert len(names) > 1
     assert_trajectory([[logged[f"loss/{n}"] for n in names]], [[sums[n][0] / sums[n][1] for n in names]])
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"loss_weighting": "document"},
-     r"loss_weighting='document' is not supported by PackedSFTConfig(.|\n)*'token', 'example'"),
-    ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
-    ({"loss_weighting": "example", "label_smoothing_factor": 0.1},
-     "label_smoothing_factor=0.1 with loss_weighting='example'"),
-])  # fmt: skip
-def test_weightings_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(InvalidConfig, match=message):
-        arguments(**options)
-
-
-def test_sources_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"loss_by='origin': the training dataset has no such column(.|\n)*source"):
-        packed_trainer(arguments(out=tmp_path, loss_by="origin"))
-    stream = IterableDataset.from_generator(lambda: iter(dataset()))
-    with pytest.raises(InvalidConfig, match=r"loss_by='origin'(.|\n)*source"):
-        packed_trainer(arguments(out=tmp_path, loss_by="origin"), train_dataset=stream)
 
 
 @pytest.mark.parametrize("strategy", ["step", "bfd"])
