@@ -107,7 +107,7 @@ def test_dpo_with_what_it_can_do(options, lora, tmp_path):
     assert not beyond(expected, logs, dtype=torch.bfloat16 if "bf16" in options else torch.float32)
 
 
-def test_evaluation_generation_and_saving(tmp_path):
+def test_evaluation_generation_copies_and_saving(tmp_path):
     padded_trainer, (trainer, _) = build("dpo", tmp_path, max_steps=2), free(build("dpo", tmp_path, max_steps=2))
     for one in (padded_trainer, trainer):
         train(one)
@@ -116,6 +116,8 @@ def test_evaluation_generation_and_saving(tmp_path):
     batch = padded(tiny.documents(), "left")
     made = [one.model.generate(**batch, max_new_tokens=4, do_sample=False) for one in (padded_trainer, trainer)]
     assert torch.equal(*made)
+    copied = copy.deepcopy(trainer.model)
+    assert torch.equal(copied(**batch).logits, trainer.model(**batch).logits)
     trainer.save_model(str(tmp_path / "saved"))
     again = type(trainer.model).from_pretrained(tmp_path / "saved")
     assert find_state(again) is None
@@ -211,15 +213,6 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
     assert [entry["padding_saved"] for entry in train(trainer)] == [entry["padding_saved"] for entry in logs]
 
 
-@pytest.mark.parametrize("kind", ["grpo", *in_full("rloo")])
-def test_images_are_refused_before_anything_is_generated(kind, tmp_path):
-    trainer = build(kind, tmp_path)
-    trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM runs only text without its pads"):
-        trl_packfa.padding_free(trainer)
-    assert find_state(trainer.model) is None
-
-
 def test_a_model_whose_config_asks_for_tuples():
     """The check reads outputs by their names."""
     model = tiny.model(layers=1)
@@ -243,15 +236,13 @@ def test_bad_input_is_refused(tmp_path):
     trainer._is_vision_dataset = True
     with pytest.raises(UnsupportedModel, match="the trainer trains on images"):
         trl_packfa.padding_free(trainer)
+    trainer = build("grpo", tmp_path)  # before anything is generated
+    trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM runs only text without its pads"):
+        trl_packfa.padding_free(trainer)
+    assert find_state(trainer.model) is None
     with pytest.raises(InvalidConfig, match="PackedSFTTrainer packs its batches already"):
         trl_packfa.padding_free(packed_trainer())
-
-
-def test_copies_of_a_trainers_models_are_as_they_were(tmp_path):
-    trainer, _ = free(build("dpo", tmp_path))
-    copied = copy.deepcopy(trainer.model)
-    batch = padded(tiny.documents())
-    assert torch.equal(copied(**batch).logits, trainer.model(**batch).logits)
 
 
 def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
