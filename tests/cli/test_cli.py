@@ -170,42 +170,6 @@ def test_check_prints_the_verdict(saved_model, capsys):
     assert (report["verdict"], report["backend"], report["dtype"]) == ("exact", "reference", "bfloat16")
 
 
-TO_OUT = "train --use_cpu true --bf16 false --output_dir FOLDER/out"
-ON_MODEL = f"{TO_OUT} --model_name_or_path MODEL"
-ON_DATA = f"{ON_MODEL} --dataset_name DATA"
-MISTAKES = {
-    "no such model": ("check /nowhere", "UnsupportedModel: cannot load the model '/nowhere'"),
-    "no such backend": ("check MODEL --backend fa2", "NoBackend: there is no attention backend 'fa2'"),
-    "no model": (f"{TO_OUT} --dataset_name x", "InvalidConfig: no model"),
-    "no such file of arguments": ("train --config /nowhere.yaml --use_cpu true --bf16 false", r"/nowhere\.yaml"),
-    "an unknown argument": (f"{TO_OUT} --learning_speed 1", "learning_speed"),
-    "no dataset": (ON_MODEL, "InvalidConfig: no dataset"),
-    "an unknown format": (f"{ON_MODEL} --dataset_name FOLDER/out.zip", "cannot tell the format of"),
-    "no such split": (f"{ON_DATA} --eval_strategy epoch", r"the dataset has no split \['test'\], only \['train'\]"),
-    "no such model in a run": (f"{ON_DATA} --model_name_or_path FOLDER/none", "cannot load the model '.*none'"),
-    "an empty file": (f"{ON_DATA} --dataset_name FOLDER/empty.jsonl", "empty.jsonl' is empty"),
-    "a broken file": (f"{ON_DATA} --dataset_name FOLDER/broken.jsonl", "cannot load the dataset .*broken.jsonl"),
-    "no such file": (f"{ON_DATA} --dataset_name FOLDER/none.jsonl", "cannot load the dataset .*none.jsonl"),
-    "a slip": (f"{ON_DATA} --lerning_rate 1", "lerning_rate(.|\n)*Did you mean learning_rate"),
-    "a slip in a file": (f"{ON_DATA} --config FOLDER/typo.yaml", "lerning_rate(.|\n)*Did you mean learning_rate"),
-    "no such file beside arguments": (f"{ON_DATA} --config FOLDER/none.yaml", "none.yaml"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_user_errors_are_one_message_without_traceback(case, saved_model, data_file, tmp_path, capsys):
-    (tmp_path / "out.zip").touch()
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
-    (tmp_path / "typo.yaml").write_text("lerning_rate: 1\n")
-    line, message = MISTAKES[case]
-    for name, path in {"MODEL": saved_model, "DATA": data_file, "FOLDER": str(tmp_path)}.items():
-        line = line.replace(name, path)
-    assert main(line.split()) == 1
-    error = capsys.readouterr().err
-    assert re.search(message, error) and "Traceback" not in error
-
-
 def test_train_from_yaml_with_overrides(saved_model, data_file, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(

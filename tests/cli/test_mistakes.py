@@ -40,7 +40,9 @@ def folder(tmp_path_factory):
     vision.processor().tokenizer.save_pretrained(where / "no_processor")
     for name, rows in DATA.items():
         (where / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (where / "empty.jsonl").touch()
     (where / "broken.yaml").write_text("a: [1\n b: 2")
+    (where / "typo.yaml").write_text("lerning_rate: 1\n")
     (where / "rewards.py").write_text("def brevity(completions, **_):\n    return [-len(c) for c in completions]\n")
     return where
 
@@ -59,12 +61,6 @@ def test_yaml_s_own_truth_values_are_named(folder, capsys):
     (folder / "unquoted.yaml").write_text("save_strategy: no\n")
     assert main(["train", "--config", "unquoted.yaml", "--output_dir", "out"]) == 1
     assert 'YAML reads an unquoted no or yes as a truth value. Write save_strategy: "no".' in capsys.readouterr().err
-
-
-def test_a_missing_yaml_file_is_named_with_a_similar_one(capsys):
-    assert main(["train", "--config", "brokn.yaml", "--output_dir", "out"]) == 1
-    said = capsys.readouterr().err
-    assert "cannot read brokn.yaml" in said and "there is no such file; did you mean broken.yaml?" in said
 
 
 def test_a_line_that_is_no_json_is_shown(folder, capsys):
@@ -104,6 +100,15 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
     # The first without the package, the second with it.
     ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
     ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
+    ("text", ["--config", "brokn.yaml"], r"cannot read brokn.yaml(.|\n)*no such file; did you mean broken.yaml\?"),
+    ("text", ["--config", "typo.yaml"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
+    ("text", ["--lerning_rate", "1"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
+    ("text", ["--learning_speed", "1"], r"learning_speed"),
+    ("text", ["--model_name_or_path", ""], r"InvalidConfig: no model"),
+    ("text", ["--dataset_name", ""], r"InvalidConfig: no dataset"),
+    ("text", ["--dataset_name", "rewards.py"], r"cannot tell the format of"),
+    ("text", ["--eval_strategy", "epoch"], r"the dataset has no split \['test'\], only \['train'\]"),
+    ("empty", [], r"empty.jsonl' is empty"),
     ("alpaca", [], r"Pass --columns 'prompt={instruction}\\n{input}\\n' 'completion={output}' to"),
     ("questions", [], r'dataset.map\(lambda row: {"prompt": "{question}\\n".format\(\*\*row\), "completion"'),
     ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
@@ -161,9 +166,13 @@ def test_a_dataset_whose_name_ends_like_a_file_is_looked_for_on_the_hub(monkeypa
     assert asked == ["owner/data.jsonl"]
 
 
-def test_an_adapter_that_is_none(capsys):
-    assert main(["check", "base", "--adapter", "./none"]) == 1
-    assert "there is no adapter in './none'.\n  - there is no such folder\n" in capsys.readouterr().err
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--adapter", "./none"], "there is no adapter in './none'.\n  - there is no such folder\n"),
+    (["--backend", "fa2"], "NoBackend: there is no attention backend 'fa2'"),
+])  # fmt: skip
+def test_a_check_of_what_is_not_there_is_one_message(argv, said, capsys):
+    assert main(["check", "base", *argv]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_fault_of_the_code_keeps_its_traceback(monkeypatch):

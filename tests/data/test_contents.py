@@ -15,7 +15,7 @@ from trl import SFTConfig
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.checking import vocabulary_of
 from trl_packfa.cli.main import main
-from trl_packfa.data.raw_dataset import measure, require_known, without_format
+from trl_packfa.data.raw_dataset import measure, without_format
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.patching.inspect import known_ids, known_labels
 
@@ -144,12 +144,6 @@ def test_measures_are_those_of_python(arrow):
         assert found.length[number] == (-1 if row is None else len(row))
         assert found.holes[number] == len(row or []) - len(known)
         assert (found.lowest[number], found.highest[number]) == (min(counted, default=0), max(counted, default=0))
-
-
-def test_labels_that_are_ignored_are_known():
-    require_known(Dataset.from_list([{"input_ids": [0, 9], "labels": [-100, -100]}]), name="train", ids=10, labels=10)
-    with pytest.raises(InvalidDataset, match="'input_ids' holds 9"):
-        require_known(Dataset.from_list([{"input_ids": [0, 9], "labels": [-100, 5]}]), name="train", ids=9, labels=9)
 
 
 @pytest.mark.parametrize("name", ["pre-tokenized", "messages"])

@@ -50,25 +50,27 @@ def test_every_field_of_trls_configs_is_there_with_help():
     assert all(ours[name].metadata.get("help") for name in own)
 
 
-def test_defaults_pack_and_adapt():
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_defaults_pack_adapt_and_bring_no_warning():
     args = config()
     assert (args.packing, args.packing_strategy, args.use_peft, args.check_packing) == (True, "step", True, True)
     assert get_peft_config(args).target_modules == "all-linear"
     assert get_quantization_config(args) is None
-    assert args.dtype == "float32"
-
-
-def test_nothing_is_pinned_for_a_cpu():
-    """torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so."""
+    assert args.gradient_checkpointing and not config(gradient_checkpointing=False).gradient_checkpointing
+    # torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so.
     assert SFTConfig("out", bf16=False).dataloader_pin_memory
     args = PackedSFTConfig("out", bf16=False)
     assert args.dataloader_pin_memory is (args.device.type != "cpu")
 
 
-def test_qlora_computes_in_the_training_dtype():
-    assert config(load_in_4bit=True, bf16=True).dtype == "bfloat16"
-    assert config(load_in_4bit=True).dtype == "float32"
-    assert config(load_in_4bit=True, dtype="float16").dtype == "float16"
+@pytest.mark.parametrize(("options", "dtype"), [
+    ({}, "float32"),
+    ({"load_in_4bit": True}, "float32"),
+    ({"load_in_4bit": True, "bf16": True}, "bfloat16"),
+    ({"load_in_4bit": True, "dtype": "float16"}, "float16"),
+])  # fmt: skip
+def test_weights_and_qloras_products_have_the_dtype_of_training(options, dtype):
+    assert config(**options).dtype == dtype
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -139,9 +141,3 @@ def test_replaced_config_is_settled_anew_and_the_old_one_stays(changes, strategy
     assert {name: getattr(changed, name) for name in changes} == changes and vars(args) == before
     with pytest.raises(InvalidConfig, match="max_length=1: it must be 2 or more"):
         dataclasses.replace(args, max_length=1)
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_defaults_bring_no_warning_of_transformers_and_checkpointing_stays_as_named():
-    assert config().gradient_checkpointing
-    assert not config(gradient_checkpointing=False).gradient_checkpointing

@@ -16,6 +16,7 @@ from trl_trainers import beyond, run, train
 import trl_packfa
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.state import find_state
+from trl_packfa.trainers.sft.images import ImageCutter
 
 # `IMAGE_STEPS=50` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
@@ -89,7 +90,7 @@ def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
-        assert isinstance(trainer.model, PeftModel)
+        assert isinstance(trainer.model, PeftModel) and isinstance(trainer._cutter, ImageCutter)
         assert [r.message for r in caplog.records if "adds a LoRA adapter" in r.message]
         free = packed(tmp_path, config, padding_free=True)  # TRL's own refuses images
         assert max(entry["padding_saved"] for entry in train(free)) > 0.05

@@ -46,10 +46,13 @@ def test_the_merged_model_is_the_adapter_on_the_base(base, tmp_path, quantized):
     merged, (ids, *_) = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), tiny.documents()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(plain, ids)
-    adapted = logits(PeftModel.from_pretrained(plain, adapter), ids)
+    loaded = PeftModel.from_pretrained(plain, adapter)
+    adapted, weights = logits(loaded, ids), dict(trainer.model.named_parameters())
+    saved = {name: weight for name, weight in loaded.named_parameters() if "lora_B" in name}
+    assert saved and all(torch.equal(weight.to(weights[name].dtype), weights[name]) for name, weight in saved.items())
     assert_float32(logits(merged, ids), adapted)
     assert differs(logits(merged, ids), before), "the adapter has learned something"
-    assert not quantized or trainer.model.is_loaded_in_4bit
+    assert trainer.check_report.is_exact and (not quantized or trainer.model.is_loaded_in_4bit)
     assert not hasattr(merged.config, "quantization_config"), "the base was loaded unquantized"
     assert AutoTokenizer.from_pretrained(out).eos_token == "</s>"
 
