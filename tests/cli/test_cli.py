@@ -64,20 +64,8 @@ def test_env_says_what_a_bug_report_needs(capsys):
     main(["env", "--json"])
     facts = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
     assert facts["torch"].startswith(torch.__version__.split("+")[0])
-    assert {
-        "python",
-        "platform",
-        "processor",
-        "cpus",
-        "threads",
-        "gpus",
-        "cuda",
-        "commit",
-        "trl-packfa",
-        "trl",
-        "peft",
-        "bitsandbytes",
-    } <= facts.keys()
+    wanted = "python platform processor cpus threads gpus cuda commit trl-packfa trl peft bitsandbytes"
+    assert set(wanted.split()) <= facts.keys()
     assert facts["backend sdpa"].startswith("yes (") and not facts["backend varlen"].startswith("yes")
     assert "head_dim=128" in facts["attention asked for"]
     assert "transformers " in facts["model types measured with"] and "peft " in facts["adapters measured with"]
@@ -135,9 +123,6 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
 
         return run
 
-    with pytest.raises(SystemExit) as wrong_usage:
-        main(["chekc"])
-    assert wrong_usage.value.code == 2
     for error, code in ((InvalidConfig("no"), 1), (ContaminationError("leak"), 3), (KeyboardInterrupt(), 130)):
         monkeypatch.setitem(OWN_PARSERS, "train", raises(error))
         assert main(["train"]) == code

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from oracle import nll
 from tiny import LENGTHS, documents
 from tiny_models import small_model
 from tolerance import assert_another_run, assert_recomputed, assert_trajectory, differs
@@ -31,10 +32,7 @@ def examples(**columns):
 
 def loss_alone(model):
     """The mean loss of every token but the documents' first, from documents alone."""
-    losses = []
-    for ids in documents():
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+    losses = [nll(model(input_ids=ids[None], use_cache=False).logits[0], ids) for ids in documents()]
     return torch.stack(losses).sum() / (sum(LENGTHS) - len(LENGTHS))
 
 

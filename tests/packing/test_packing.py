@@ -128,15 +128,12 @@ def test_each_overflow_policy_cuts_and_counts_as_documented(policy, spans, count
     assert report.packed_documents == len(spans)
 
 
-def test_trained_tokens_exclude_each_spans_first():
-    _, report = plan_overflow(*tokens("xxxxxx"), max_length=3, policy="split")
-    assert report.trained_tokens == 4
-
-
-def test_without_max_length_nothing_is_cut():
-    kept, report = plan_overflow(*tokens("xx", "x" * 50), max_length=None, policy="error")
-    assert report.tokens_lost == 0
-    assert kept.stop.tolist() == [2, 50]
+def test_the_first_token_of_each_span_is_not_trained_and_without_max_length_nothing_is_cut():
+    documents = tokens("xxxxxx", "x" * 50)
+    _, report = plan_overflow(*documents, max_length=3, policy="split")
+    assert report.trained_tokens == 4 + 16 * 2 + 1
+    kept, report = plan_overflow(*documents, max_length=None, policy="error")
+    assert report.tokens_lost == 0 and kept.stop.tolist() == [6, 50]
 
 
 @given(st.lists(st.text("x.", max_size=12), min_size=1, max_size=20), st.integers(2, 8),

@@ -2,14 +2,11 @@
 
 import io
 import re
-from functools import partial
 
 import numpy as np
 import pytest
 import tiny
-import torch
 from datasets import Dataset
-from operations import kept_bytes
 from plans import UNEVEN, made
 from rich.console import Console
 from tolerance import assert_estimate
@@ -33,7 +30,7 @@ from trl_packfa.packing import (
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, print_tables, tables
-from trl_packfa.trainers.sft.memory import estimate, layer_bytes
+from trl_packfa.trainers.sft.memory import estimate
 
 pytest.importorskip("matplotlib")
 
@@ -207,18 +204,6 @@ def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, save
     assert memory.optimizer == 2 * memory.gradients == 2 * memory.weights and memory.adapter == 0
     quantized = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], load_in_4bit=True)
     assert estimate(read_shape(quantized), quantized, 100).weights < estimate(shape, args, 100).weights
-
-
-def test_a_layer_keeps_what_is_estimated(tmp_path, saved):
-    """On a wide layer, where what grows with the number of heads and with the rotation does not matter."""
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kept = {}
-    for layers in (1, 3):
-        model, tokens = tiny.model(layers=layers, attention_bias=False, **sizes).train(), 64
-        kept[layers] = kept_bytes(model, partial(model.model, input_ids=torch.arange(tokens)[None] % 90))
-    model.config.save_pretrained(tmp_path / "wide")
-    shape = read_shape(arguments(out=tmp_path, model_name_or_path=str(tmp_path / "wide")))
-    assert_estimate(layer_bytes(shape, 4), (kept[3] - kept[1]) / 2 / tokens)
 
 
 def test_advice_warns_of_fewer_steps_with_the_figures(tmp_path):

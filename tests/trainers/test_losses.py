@@ -10,16 +10,14 @@ from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_another_run, assert_trajectory, assert_weights
 from torch.utils.data import DataLoader
-from training import arguments, batches_of, dataset, losses, packed_trainer
-from transformers import TrainerCallback
+from training import arguments, dataset, losses, packed_trainer
 from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
-from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
+from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.data.batching import FREE, KEPT, TOGETHER
 from trl_packfa.data.step_cutting import Origins, how_to_cut
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.patching.neftune import EmbeddingNoise
 from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.sft import loss_terms
 
@@ -276,71 +274,6 @@ def test_a_users_loss_of_rows_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path), compute_loss_func=lambda outputs, labels, **_: outputs.loss.mean())
     with pytest.raises(InvalidConfig, match="compute_loss_func with loss_weighting='example'"):
         packed_trainer(arguments(out=tmp_path, loss_weighting="example"), compute_loss_func=by_tokens)
-
-
-def loudest(trainer):
-    """By row of a training run, the ids that are no padding and the largest noise of each."""
-    table, found = trainer.model.get_input_embeddings(), []
-
-    def watch(module, inputs, output):
-        noise = (output - module.weight[inputs[0]]).detach().abs().amax(dim=-1)
-        found.extend((ids[ids != 0], row[ids != 0]) for ids, row in zip(inputs[0], noise, strict=True))
-
-    class Watching(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):  # after the callback that sets the hook that makes the noise
-            table.register_forward_hook(watch)
-
-    trainer.add_callback(Watching())
-    trainer.train()
-    return found
-
-
-def noisy(cls, config, tmp_path, **options):
-    args = arguments(config, tmp_path, neftune_noise_alpha=50.0, gradient_accumulation_steps=4, max_steps=2,
-                     per_device_train_batch_size=4, pad_to_multiple_of=16, **options)  # fmt: skip
-    return cls(tiny.model(layers=1), args, train_dataset=dataset(), processing_class=tiny.tokenizer())
-
-
-def ratios_of_noise(tmp_path, strategy):
-    """By document, the largest noise of a packed run over that of the padded run."""
-    padded = {tuple(ids.tolist()): noise.max() for ids, noise in loudest(noisy(SFTTrainer, SFTConfig, tmp_path))}
-    options = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
-    trainer = noisy(PackedSFTTrainer, PackedSFTConfig, tmp_path, **options)
-    batches, ratios = batches_of(trainer), []
-    rows = loudest(trainer)
-    for batch, (ids, noise) in zip(batches, rows, strict=False):
-        layout = batch["packed_layout"]
-        sizes = layout.lengths[: -1 if layout.padding else None]
-        documents = zip(ids.split(sizes), noise.split(sizes), strict=True)
-        ratios += [float(loud.max() / padded[tuple(one.tolist())]) for one, loud in documents]
-    assert len(ratios) == len(padded) == 32
-    return ratios
-
-
-@pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_neftunes_noise_is_as_loud_as_in_the_padded_run(tmp_path, strategy):
-    """The largest of some hundred uniform draws is within a few per cent of their bound."""
-    assert max(abs(ratio - 1) for ratio in ratios_of_noise(tmp_path, strategy)) < 0.1
-
-
-def test_negative_control_transformers_noise_is_softer_in_packed_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(PackedSFTTrainer, "_add_noise", lambda self: None)
-    assert max(ratios_of_noise(tmp_path, "step")) < 0.9
-
-
-def test_the_noise_of_each_token_follows_its_padded_row():
-    noise, embedding = EmbeddingNoise(8.0), torch.nn.Embedding(9, 4096)
-    embedding.register_forward_hook(noise)
-    torch.nn.init.zeros_(embedding.weight)
-    ids = torch.ones((1, 3), dtype=torch.long)
-    noise.lengths = torch.tensor([[4, 16, 64]])
-    widest = embedding(ids).abs().amax(-1)
-    bound = 8.0 / (noise.lengths * 4096).sqrt()
-    assert bool((widest <= bound).all()) and bool((widest > 0.99 * bound).all())
-    noise.lengths = None
-    bound = torch.tensor(8.0 / (3 * 4096) ** 0.5)  # as transformers has it
-    assert 0.99 * bound < embedding(ids).abs().amax() <= bound
-    assert torch.equal(embedding.eval()(ids), torch.zeros(1, 3, 4096))
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
