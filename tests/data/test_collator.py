@@ -17,10 +17,13 @@ from trl_packfa.errors import InvalidLayout
 from trl_packfa.layout.padded_rows import rows_of
 
 
-def test_matches_trls_padding_free_collator():
+@pytest.mark.parametrize("examples", [
+    [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}],
+    [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [9, 4], "seq_lengths": [2]}],
+], ids=["documents", "rows packed before"])  # fmt: skip
+def test_matches_trls_padding_free_collator(examples):
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    examples = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
     ours = DataCollatorForPacking(pad_token_id=0)(examples)
     theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(examples)
     assert set(ours) - set(theirs) == {"packed_layout"}
@@ -110,14 +113,6 @@ def test_a_counting_collator_passes_for_the_one_that_it_wraps():
     counting.pad = 7
     assert counting.collator.pad == 7
     assert pickle.loads(pickle.dumps(CountingCollator(max)))([1, 2]) == 2  # no batch with a mask
-
-
-@pytest.mark.parametrize("options", [{}, *in_full({"dataloader_num_workers": 1})])
-def test_a_trainers_batches_hold_nothing_but_tensors(options, tmp_path):
-    trainer = trl_packfa.padding_free(build("dpo", tmp_path, max_steps=1, **options))
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert {name: value.to("cpu") for name, value in batch.items()}.keys() == batch.keys()
-    assert 0.1 < train(trainer)[0]["padding_saved"]
 
 
 def test_accelerate_may_dispatch_batches(tmp_path):

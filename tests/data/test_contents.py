@@ -1,11 +1,13 @@
 """What documents hold: refused by dataset, document and value before a model sees it, in datasets and in streams."""
 
+import logging
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from selection import in_full
 from tolerance import assert_trajectory
@@ -15,6 +17,9 @@ from trl import SFTConfig
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.checking import vocabulary_of
 from trl_packfa.cli.main import main
+from trl_packfa.data import dataset as data
+from trl_packfa.data.collator import LOSSES, SAVED
+from trl_packfa.data.dataset import cut_stream, read_lengths
 from trl_packfa.data.raw_dataset import measure, without_format
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.patching.inspect import known_ids, known_labels
@@ -183,3 +188,38 @@ def test_plan_looks_too(saved, tmp_path, capsys):
     given = ["--dataset_name", str(data), "--tokenizer", saved["MODEL"]]
     assert main(["plan", *given]) == 1
     assert "document 1 of the train dataset: 'text' is None" in capsys.readouterr().err
+
+
+def of(labels):
+    def rows():
+        for label in labels:
+            yield {"input_ids": [1, 2, 3], "labels": [-100, label, label]}
+
+    return IterableDataset.from_generator(rows)
+
+
+def test_documents_that_train_nothing_are_told_even_if_none_of_their_call_is_kept(caplog):
+    """What was dropped travels with a document that is kept: of these hundred none is."""
+    with caplog.at_level(logging.WARNING):
+        kept = list(cut_stream(of([-100] * 100 + [5, -100, 6]), max_length=8, overflow="truncate"))
+    assert [document["labels"] for document in kept] == [[-100, 5, 5], [-100, 6, 6]]
+    assert "100 documents of the stream" in caplog.text
+    assert [sum(column) for column in zip(*(document[LOSSES] for document in kept), strict=True)][2] == 1
+
+
+def test_lengths_of_a_saved_dataset_map_one_file_that_processes_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_COUNTED", 7)  # several parts, which become one
+    counts = np.random.default_rng(0).integers(1, 9, 50).tolist()
+    Dataset.from_dict({"input_ids": [[1] * count for count in counts]}).save_to_disk(tmp_path)
+    for dataset in (Dataset.load_from_disk(tmp_path), Dataset.load_from_disk(tmp_path).shuffle(seed=0)):
+        before = pa.total_allocated_bytes()
+        lengths = read_lengths(dataset)
+        assert pa.total_allocated_bytes() == before and not lengths.flags.owndata, "no copy in memory"
+        assert lengths.tolist() == [len(ids) for ids in dataset["input_ids"]]
+        assert lengths.dtype == np.int32 and not lengths.flags.writeable
+
+
+def test_lengths_count_what_is_computed_and_nothing_of_an_empty_dataset():
+    columns = {"input_ids": [[1, 2, 3, 1, 2, 4], [5]], SAVED: [2, 0]}
+    assert read_lengths(Dataset.from_dict(columns)).tolist() == [4, 1]
+    assert read_lengths(Dataset.from_dict(columns).select([])).shape == (0,)

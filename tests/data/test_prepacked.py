@@ -10,7 +10,6 @@ from datasets import Dataset, IterableDataset
 from selection import in_full
 from training import arguments, batches_of, losses, packed_trainer
 from trl import pack_dataset
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfa.data.collator import LOSSES, SOURCES, DataCollatorForPacking
 from trl_packfa.errors import InvalidConfig, InvalidDataset
@@ -72,29 +71,6 @@ def test_rows_of_a_stream_too(tmp_path, strategy):
     assert len(batches) >= 3
     if strategy != "wrapped":
         assert set(documents_of(batches)) <= set(all_documents())
-
-
-@pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_rows_train_as_in_trls_padding_free_batches(tmp_path, strategy):
-    """The batch holds the boundaries that TRL's collator makes of `seq_lengths`."""
-    rows = packed_before()
-    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=20, use_peft=False, check_packing=False)
-    trainer = packed_trainer(args, train_dataset=rows, peft_config=None)
-    batch = watched(trainer)[0]
-    same = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    chosen = [row for row in rows.remove_columns("source") if tuple(row["input_ids"]) in rows_of(batch, rows)]
-    theirs = same(chosen)
-    assert sorted(theirs["cu_seq_lens_q"].diff().tolist()) == sorted(batch["packed_layout"].lengths)
-
-
-def rows_of(batch, rows):
-    """The rows whose every document is in the batch."""
-    held, found = set(documents_of([batch])), set()
-    for row in rows:
-        parts = torch.tensor(row["input_ids"]).split(row["seq_lengths"])
-        if all(tuple(part.tolist()) in held for part in parts):
-            found.add(tuple(row["input_ids"]))
-    return found
 
 
 @pytest.mark.parametrize("packs", [None, False])

@@ -1,4 +1,3 @@
-import io
 import logging
 from types import SimpleNamespace
 
@@ -8,9 +7,8 @@ import tiny
 import torch
 from operations import OperationCounter
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from tiny_models import small_model
-from training import SAVING, arguments, dataset, logs_of, packed_trainer
+from training import arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
@@ -18,7 +16,6 @@ from trl_packfa.bench.presets import preset_config
 from trl_packfa.data import epoch_plan, flops, templates
 from trl_packfa.data.flops import ModelFlops, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
-from trl_packfa.terminal.progress import RichProgressCallback
 from trl_packfa.trainers import clock, packed_run
 from trl_packfa.trainers.clock import TrainingClock
 from trl_packfa.trainers.sft import throughput, trainer
@@ -144,29 +141,6 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     trained = [count - before for before, count in zip([0, *counts[:-1]], counts, strict=True)]
     assert [entry["tokens_per_second"] for entry in logs] == [tokens / 2.0 for tokens in trained]
     assert now[0] > 4 * 1000
-
-
-def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
-    """In a pipe; the tokens of before, and the time of the steps of before, are no part of it."""
-    began = []
-
-    class Watched(RichProgressCallback):
-        def close(self):
-            began.extend(task.fields["began"] for task in self.progress.tasks)
-            super().close()
-
-    for resumed in (None, str(tmp_path / "checkpoint-2")):
-        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
-        out = io.StringIO()
-        Watched.attach(trainer, "training", Console(file=out, width=200))
-        trainer.train(resume_from_checkpoint=resumed)
-        lines = [line for line in out.getvalue().splitlines() if "tokens/s" in line]
-        logs = logs_of(trainer)[2 if resumed else 0 :]
-        assert len(lines) == len(logs) == (2 if resumed else 4)
-        for line, entry in zip(lines, logs, strict=True):
-            assert f"  {entry['tokens_per_second']:,.0f} tokens/s  0:00:0" in line and line.endswith("to go")
-        assert lines[-1].endswith("0:00:00 to go")
-    assert began == [0, 2]
 
 
 def test_a_figure_that_cannot_be_counted_is_missing_and_said_once(caplog):

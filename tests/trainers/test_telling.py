@@ -1,4 +1,4 @@
-"""A run from Python tells the learning rate, what packing saves, the verdict and the speed."""
+"""What a run tells: its rate, what packing saves, the verdict and the speed; on the model's card; of a batch."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import tiny
 import torch
 from datasets import Dataset
 from training import arguments, dataset, lora_config, packed_trainer, trained
+from transformers import DataCollatorWithFlattening
 from trl import DPOConfig, DPOTrainer, SFTConfig
 from trl_trainers import pairs
 
@@ -19,7 +20,9 @@ from trl_packfa import (
     PackedSFTConfig,
     padding_free,
 )
+from trl_packfa.errors import InvalidConfig
 from trl_packfa.terminal.progress import RichProgressCallback
+from trl_packfa.trainers.saving.card import add_section, packing_section
 
 # TRL's default for all parameters, and ours for LoRA.
 RATES = {PackedSFTConfig: (2e-5, 2e-4), PackedDPOConfig: (1e-6, 1e-5), PackedKTOConfig: (1e-6, 1e-5),
@@ -131,3 +134,95 @@ def test_reports_are_saved_beside_the_model(tmp_path):
     padded = packed_trainer(arguments(out=tmp_path / "padded", packing=False), train_dataset=dataset())
     padded.save_model()
     assert not list((tmp_path / "padded").glob("*_report.json"))
+
+
+def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):
+    trainer = trained(packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48)))
+    card = (tmp_path / "README.md").read_text()
+    section = card.split("## Packing\n")[1].split("\n## ")[0]
+    report = trainer.check_report
+    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{report.level}`",
+                 f"attention backend `{report.backend}`", str(report["isolation"]), "documents 48",
+                 f"transformers {report.versions['transformers']}"):  # fmt: skip
+        assert part in section, part
+    assert card.index("## Training procedure") < card.index("## Packing") < card.index("## Citations")
+    trainer.create_model_card()
+    assert (tmp_path / "README.md").read_text().count("## Packing") == 1
+    assert "- trl-packfa\n" in card.split("---")[1], "the tag"
+
+
+def test_the_verdict_on_the_card_is_the_reports(tmp_path):
+    """The negative control: a report of a leak does not read as exact, nor does a run without check."""
+    trainer = packed_trainer(arguments(out=tmp_path))
+    report = trainer.check()
+    leak = report.with_rows([report["isolation"]._replace(difference=1.0)])
+    assert "verdict `leak`" in packing_section(trainer.args.card_settings, {}, leak)
+    assert "Check: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
+
+
+def test_padded_training_has_trls_card(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, packing=False))
+    trainer.create_model_card()
+    assert "## Packing" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_section_is_appended_where_a_card_has_no_citations():
+    card = "# Model\n"
+    for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
+        card = add_section(card, section)
+    assert card == "# Model\n\n## Packing\n\nsecond\n"
+
+
+def test_a_local_model_has_its_name_and_a_checkpoint_the_runs_card(tmp_path):
+    """TRL calls a folder None, PEFT writes an empty template beside each checkpoint's adapter."""
+    model = tiny.model(layers=1)
+    model.config._name_or_path = str(tmp_path / "my-base")
+    (tmp_path / "my-base").mkdir()
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "check_packing": False}
+    packed_trainer(arguments(out=tmp_path, **options), model=model).train()
+    card = (tmp_path / "README.md").read_text()
+    assert "fine-tuned version of `my-base`, a local folder" in card and "None" not in card
+    assert "not checked before training" in card
+    assert str(tmp_path) not in card.split("## Packing")[0]
+    assert (tmp_path / "checkpoint-2" / "README.md").read_text() == card
+
+
+ROWS = [
+    {"prompt": "1 2 3 ", "completion": "4 5"},
+    {"prompt": "user 6 ", "completion": "7"},
+    {"prompt": "8 ", "completion": "9 10 11"},
+]
+SEEN = [
+    "10 tokens, 2 documents; [[trained]]",
+    "document 0, 6 tokens, 3 trained:  1 2 3 [[4 5 </s>]]",
+    "document 1, 4 tokens, 2 trained:  user 6 [[7 </s>]]",
+]
+
+
+def trainer(out, *, stream=False, collator=None, **options):
+    data = Dataset.from_list(ROWS)
+    args = arguments(out=out, per_device_train_batch_size=2, max_length=64, **options)
+    data = data.to_iterable_dataset() if stream else data
+    return packed_trainer(args, train_dataset=data, data_collator=collator)
+
+
+CASES = {
+    "step": {}, "bfd": {"packing_strategy": "bfd"}, "stream": {"stream": True}, "padding": {"pad_to_multiple_of": 8},
+    "another collator": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_is_shown_with_boundaries_and_labels(case, tmp_path):
+    """And no random number is drawn: a run after it is the run without."""
+    run = trainer(tmp_path, **CASES[case])
+    before = torch.get_rng_state()
+    first, *documents = run.preview_batch().splitlines()
+    padded = "16 tokens, 3 documents, the last of them 6 tokens of padding; [[trained]]"
+    assert first == (padded if case == "padding" else SEEN[0]) and documents[:2] == SEEN[1:]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_packing_there_is_none(tmp_path):
+    with pytest.raises(InvalidConfig, match="packing=False: there is no packed batch"):
+        trainer(tmp_path, packing=False).preview_batch()
