@@ -52,14 +52,6 @@ def test_help_imports_nothing_heavy(argv):
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_commands_for_programs_print_json(capsys):
-    for command in ("models", "env", "recipes"):
-        assert main([command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)
-        assert main([command]) == 0
-        assert capsys.readouterr().out
-
-
 def test_env_says_what_a_bug_report_needs(capsys):
     main(["env", "--json"])
     facts = {row["what"]: row["value"] for row in json.loads(capsys.readouterr().out)}
@@ -153,18 +145,6 @@ def test_check_prints_the_verdict(saved_model, capsys):
     assert main(["check", saved_model, "--backend", "reference", "--dtype", "bfloat16", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["verdict"], report["backend"], report["dtype"]) == ("exact", "reference", "bfloat16")
-
-
-def test_train_from_yaml_with_overrides(saved_model, data_file, tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model_name_or_path: {saved_model}\ndataset_name: {data_file}\noutput_dir: {tmp_path / 'out'}\n"
-        "packing_strategy: bfd\nmax_length: 64\nper_device_train_batch_size: 1\nuse_cpu: true\nbf16: false\n"
-        "report_to: none\nsave_strategy: 'no'\n"
-    )
-    assert main(["train", "--config", str(config), "--max_steps", "2", "--logging_steps", "1"]) == 0
-    saved = os.listdir(tmp_path / "out")
-    assert {"adapter_model.safetensors", "packing_report.json", "check_report.json"} <= set(saved)
 
 
 def test_train_help_knows_our_arguments(capsys):

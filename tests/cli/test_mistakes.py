@@ -104,8 +104,6 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
     ("text", ["--config", "typo.yaml"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
     ("text", ["--lerning_rate", "1"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
     ("text", ["--learning_speed", "1"], r"learning_speed"),
-    ("text", ["--model_name_or_path", ""], r"InvalidConfig: no model"),
-    ("text", ["--dataset_name", ""], r"InvalidConfig: no dataset"),
     ("text", ["--dataset_name", "rewards.py"], r"cannot tell the format of"),
     ("text", ["--eval_strategy", "epoch"], r"the dataset has no split \['test'\], only \['train'\]"),
     ("empty", [], r"empty.jsonl' is empty"),
@@ -167,11 +165,13 @@ def test_a_dataset_whose_name_ends_like_a_file_is_looked_for_on_the_hub(monkeypa
 
 
 @pytest.mark.parametrize(("argv", "said"), [
-    (["--adapter", "./none"], "there is no adapter in './none'.\n  - there is no such folder\n"),
-    (["--backend", "fa2"], "NoBackend: there is no attention backend 'fa2'"),
+    (["check", "base", "--adapter", "./none"], "there is no adapter in './none'.\n  - there is no such folder\n"),
+    (["check", "base", "--backend", "fa2"], "NoBackend: there is no attention backend 'fa2'"),
+    (["train", *ON_CPU, "--output_dir", "out", "--dataset_name", "text.jsonl"], "InvalidConfig: no model is named"),
+    (["train", *ON_CPU, "--output_dir", "out", "--model_name_or_path", "base"], "InvalidConfig: no dataset is named"),
 ])  # fmt: skip
-def test_a_check_of_what_is_not_there_is_one_message(argv, said, capsys):
-    assert main(["check", "base", *argv]) == 1
+def test_what_is_not_there_is_one_message(argv, said, capsys):
+    assert main(argv) == 1
     assert said in capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
 """`expand_turns=True` and `share_prefixes=True`: each assistant turn trains as an example of its own, histories run
 once."""
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from selection import in_full
-from tiny_models import small_model
 from tolerance import assert_another_run, assert_float32, assert_trajectory
 from training import arguments, dataset, losses, packed_trainer, rows
 from trl import SFTConfig, SFTTrainer
@@ -171,19 +169,6 @@ def test_rows_that_begin_alike_share_without_turns(tmp_path):
     assert_trajectory(losses(shared), losses(plain))
     assert shared.state.log_history[0]["prefixes_shared"] > 0.5
     assert "prefixes_shared" not in plain.state.log_history[0]
-
-
-def test_what_draws_random_numbers_or_mixes_tokens_runs_by_itself(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    args = arguments(out=tmp_path, expand_turns=True, max_steps=1, lora_dropout=0.1)
-    trainer = packed_trainer(args, train_dataset=conversations(4), processing_class=tokenizer(), peft_config=None)
-    trainer.train()
-    assert "share no prefixes while" in caplog.text and trainer.state.log_history[0]["prefixes_shared"] == 0
-    caplog.clear()
-    trainer = expanded(tmp_path, model=small_model("mamba", num_hidden_layers=1), max_steps=1)
-    trainer.train()
-    assert "share no prefixes" in caplog.text and "Each row is computed separately" in caplog.text
-    assert trainer.state.log_history[0]["prefixes_shared"] == 0
 
 
 def test_streams_and_evaluation(tmp_path):

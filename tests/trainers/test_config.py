@@ -57,7 +57,10 @@ def test_defaults_pack_adapt_and_bring_no_warning():
     assert get_peft_config(args).target_modules == "all-linear"
     assert get_quantization_config(args) is None
     assert args.gradient_checkpointing and not config(gradient_checkpointing=False).gradient_checkpointing
-    # torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so.
+
+
+def test_nothing_is_pinned_for_a_cpu():
+    """torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so."""
     assert SFTConfig("out", bf16=False).dataloader_pin_memory
     args = PackedSFTConfig("out", bf16=False)
     assert args.dataloader_pin_memory is (args.device.type != "cpu")

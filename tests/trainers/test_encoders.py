@@ -238,24 +238,6 @@ def test_a_task_trains_as_padded(task, tmp_path):
     assert first.difference <= first.allowed
 
 
-@pytest.mark.parametrize("model_type", ["bert", *in_full("modernbert", "t5")])
-def test_question_answering_trains_and_evaluates_as_padded(model_type, tmp_path, caplog):
-    """Its loss reads the logits at pads, so it runs with them, and the log says so."""
-    rows = [{**row, "start_positions": 0, "end_positions": len(row["input_ids"]) - 1} for row in token_ids()]
-    logs = []
-    for free in (False, True):
-        model, args = small_encoder(model_type, "QuestionAnswering"), TrainingArguments(str(tmp_path), **COMMON)
-        data, few = Dataset.from_list(rows), Dataset.from_list(rows[:12])
-        collator = transformers.DataCollatorWithPadding(tiny.tokenizer())
-        trainer = Trainer(model, args, train_dataset=data, eval_dataset=few, data_collator=collator)
-        logs.append(train(trl_packfa.padding_free(trainer) if free else trainer))
-        logs[-1].append({"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0})
-    padded, ours = ([(entry["loss"], entry["grad_norm"]) for entry in log] for log in logs)
-    assert ours == padded and "with start_positions run with their pads" in caplog.text
-    found = trainer.predict(Dataset.from_list(token_ids()[:8]))
-    assert find_state(trainer.model).unpadding.calls > 0 and found.predictions[0].shape[0] == 8
-
-
 def test_sparse_embeddings_train_as_padded_and_are_saved(saved, tmp_path):
     """Sparse embeddings (SPLADE) pool the logits of a masked LM."""
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments

@@ -1,7 +1,6 @@
 """`PackedDPOTrainer`, `PackedRewardTrainer`, `PackedKTOTrainer`: TRL's losses and means over pairs, without pads, of
 steps that are cut otherwise."""
 
-import json
 import logging
 from types import SimpleNamespace
 
@@ -311,18 +310,8 @@ def test_pairs_are_dealt_level_and_whole(looks_for_size):
     assert max(map(sum, costs)) <= 1.1 * min(map(sum, costs))
 
 
-def test_the_command_line_trains_them(tmp_path, capsys):
-    """`--trainer`, or `trainer:` in the YAML file, says whose arguments are read."""
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": bool(i % 2)}
-            for i, row in enumerate(pairs(8))]  # fmt: skip
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "kto.yaml").write_text("trainer: kto\nloss_type: apo_zero_unpaired\nmax_length: 30\n")
-    argv = f"train --config {tmp_path}/kto.yaml --model_name_or_path {tiny.save(tmp_path / 'model')} --max_steps 1"
-    argv += f" --dataset_name {tmp_path}/data.jsonl --output_dir {tmp_path}/out"
-    assert main(f"{argv} --use_cpu true --bf16 false --report_to none".split()) == 0
-    told = capsys.readouterr().out
-    assert "truncated" in told and (tmp_path / "out" / "adapter_model.safetensors").exists()
-    assert (tmp_path / "out" / "packing_report.json").exists()
+def test_the_command_line_reads_the_arguments_of_the_trainer_that_is_named():
+    """`--trainer`, or `trainer:` in the YAML file."""
     assert trainer_name(["--trainer=dpo"]) == "dpo" and trainer_name(["--trainer", "reward"]) == "reward"
     assert trainer_name([]) == trainer_name(["--trainer", "ppo"]) == "sft"
     assert kind_of([]).trainer is trl_packfa.PackedSFTTrainer

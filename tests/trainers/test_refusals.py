@@ -19,7 +19,7 @@ from transformers import DataCollatorWithFlattening, default_data_collator
 from trl import SFTConfig
 
 from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
-from trl_packfa.config.requirements import Found, Requirement, Run, require, where
+from trl_packfa.config.requirements import Found, Requirement, Run, require
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
 from trl_packfa.kernels.lm_head.chunked import Head
 from trl_packfa.layout.call_context import find_layout
@@ -28,20 +28,6 @@ from trl_packfa.trainers.requirements.data import DATA
 from trl_packfa.trainers.requirements.runs import LAUNCH, MACHINE, SETUP
 from trl_packfa.trainers.requirements.training import Training
 from trl_packfa.trainers.sft.construction import settle_arguments
-
-
-def test_experts_chosen_by_the_load_of_a_batch_are_never_trained(tmp_path):
-    def by_load(module, args, output):
-        logits, scores, chosen = output
-        own = logits.detach().softmax(-1)
-        return logits, scores, (own - own.mean(0, keepdim=True)).topk(chosen.shape[-1], -1).indices
-
-    model = small_model("mixtral", num_hidden_layers=2)
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(by_load)
-    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=model, peft_config=None)
-    with pytest.raises(ContaminationError, match="packing is not exact on this model: leak"):
-        trainer.train()
 
 
 def contaminated(tmp_path, when):
@@ -206,17 +192,6 @@ def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
         assert_trajectory(*([entry[name] for entry in logs_of(trainer)] for trainer in (own, fused)))
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
-def test_general_levels_train_through_the_trainer(tmp_path, model_type):
-    """Packed without a patch file of their own, the losses of TRL's padded trainer."""
-    padded, packed = (
-        trained(packed_trainer(arguments(out=tmp_path, packing=packs, **FULL), model=small_model(model_type),
-                               peft_config=None)) for packs in (False, True)
-    )  # fmt: skip
-    assert packed.check_report.is_exact
-    assert_trajectory(losses(packed), losses(padded))
-
-
 def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
     longest = max(lengths)
@@ -260,13 +235,6 @@ def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
     with pytest.raises(UnsupportedModel) as raised:
         require([Requirement(lambda r: error, "never said")], RUN)
     assert raised.value is error, "of another table"
-
-
-def test_rows_where_a_condition_holds_are_about_those_runs_alone():
-    rows = where(lambda r: r.size > 2, Requirement(lambda r: r.size, "{found} is too much."))
-    with pytest.raises(InvalidConfig, match="3 is too much"):
-        require(rows, RUN)
-    require(rows, Run(SimpleNamespace(size=2), "a trainer"))
 
 
 def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():

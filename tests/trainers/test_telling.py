@@ -18,6 +18,7 @@ from trl_packfa import (
     PackedKTOConfig,
     PackedRewardConfig,
     PackedSFTConfig,
+    describe,
     padding_free,
 )
 from trl_packfa.errors import InvalidConfig
@@ -160,8 +161,10 @@ def test_the_verdict_on_the_card_is_the_reports(tmp_path):
     assert "Check: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
 
 
-def test_padded_training_has_trls_card(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, packing=False))
+def test_packing_false_is_trls_trainer_with_trls_card(tmp_path):
+    trainer = trained(packed_trainer(arguments(out=tmp_path, packing=False)))
+    assert describe(trainer.model) == "not patched"
+    assert "documents" not in trainer.state.log_history[0]
     trainer.create_model_card()
     assert "## Packing" not in (tmp_path / "README.md").read_text()
 

@@ -3,12 +3,10 @@
 import pytest
 import tiny
 import torch
-from datasets import Dataset
 from peft import PeftModel, get_peft_model
-from selection import exhaustive, in_full
+from selection import in_full
 from tolerance import assert_another_run, assert_trajectory, assert_weights
-from training import FORMATS, arguments, dataset, logs_of, lora_config, losses, packed_trainer, padded_trainer
-from transformers import TrainingArguments
+from training import arguments, dataset, logs_of, lora_config, losses, packed_trainer, padded_trainer
 from trl import SFTConfig
 
 from trl_packfa import PackedSFTConfig, describe, unpatch
@@ -99,57 +97,11 @@ def test_a_model_without_adapter_is_trained_whole_and_given_back_by_unpatch(tmp_
     assert not any("forward" in vars(module) for module in model.modules() if module is not model)
 
 
-def test_plain_arguments_are_taken_as_ours(tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none")
-    trainer = packed_trainer(args, peft_config=None)
-    assert isinstance(trainer.args, PackedSFTConfig) and trainer.args.packing and isinstance(trainer.model, PeftModel)
-
-
 def test_a_peft_model_is_trained_as_it_is(tmp_path):
     model = get_peft_model(tiny.model(layers=2), lora_config())
     trainer = packed_trainer(arguments(out=tmp_path), model=model, peft_config=None)
     assert trainer.model is model
     trainer.train()
-
-
-def test_packing_false_is_trls_trainer(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path, packing=False))
-    trainer.train()
-    assert describe(trainer.model) == "not patched"
-    assert "documents" not in trainer.state.log_history[0]
-
-
-@pytest.mark.parametrize("strategy", ["step", *in_full("bfd"), *exhaustive("minibatch", "bfd_split")])
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_dataset_format_trains_on_its_tokens(tmp_path, kind, streaming, strategy):
-    data = Dataset.from_list(FORMATS[kind])
-    data = data.to_iterable_dataset() if streaming else data
-    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=32, max_steps=2)
-    trainer = packed_trainer(args, train_dataset=data, eval_dataset=Dataset.from_list(FORMATS[kind][:5]))
-    trainer.train()
-    assert all(torch.isfinite(torch.tensor(losses(trainer))))
-    assert trainer.evaluate()["eval_loss"] > 0
-
-
-def test_streaming_gives_the_same_losses_as_a_map_dataset(tmp_path):
-    runs = []
-    for data in (dataset(), dataset().to_iterable_dataset()):
-        args = arguments(out=tmp_path, max_steps=5, train_sampling_strategy="sequential")
-        trainer = packed_trainer(args, train_dataset=data)
-        trainer.train()
-        runs.append(losses(trainer))
-    assert runs[0] == runs[1]
-
-
-def test_formatting_func_and_assistant_only_loss(tmp_path):
-    data = Dataset.from_list([{"question": "1 2 3", "answer": "4 5"}] * 8)
-    joined = {"formatting_func": lambda example: example["question"] + " " + example["answer"]}
-    formatted = packed_trainer(arguments(out=tmp_path), train_dataset=data, **joined)
-    assert formatted.packing_reports["train"].trained_tokens == 8 * 5  # 6 tokens with eos, the first not trained
-    data, args = Dataset.from_list(FORMATS["messages"]), arguments(out=tmp_path, assistant_only_loss=True)
-    assistant = packed_trainer(args, train_dataset=data)
-    assert assistant.packing_reports["train"].trained_tokens == 24 * 3  # "7 8 </s>"
 
 
 def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
@@ -176,12 +128,6 @@ def test_metrics_that_are_set_after_construction_get_rows(tmp_path):
         trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
         shapes.append(trainer.evaluate()["eval_rows"])
     assert shapes == [6, 6]
-
-
-def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path), eval_dataset={"a": dataset(5, seed=1), "b": dataset(5, seed=2)})
-    assert {"eval_a_loss", "eval_b_loss"} <= trainer.evaluate().keys()
-    assert trainer.evaluate(dataset(5, seed=1))["eval_loss"] == trainer.evaluate()["eval_a_loss"]
 
 
 @pytest.mark.versions
