@@ -9,7 +9,6 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
-from selection import in_full
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, losses, packed_trainer, padded_trainer, trained
 from trl import SFTConfig
@@ -151,15 +150,19 @@ def test_measures_are_those_of_python(arrow):
         assert (found.lowest[number], found.highest[number]) == (min(counted, default=0), max(counted, default=0))
 
 
-@pytest.mark.parametrize("name", ["pre-tokenized", "messages"])
-@pytest.mark.parametrize("kind", ["torch", *in_full("numpy")])
-def test_formatted_datasets_train_as_plain_ones(kind, name, tmp_path):
+@pytest.mark.parametrize(("kind", "name", "streams"), [
+    ("torch", "pre-tokenized", False), ("torch", "pre-tokenized", True), ("torch", "messages", False),
+    pytest.param("numpy", "pre-tokenized", False, marks=pytest.mark.slow),
+    pytest.param("numpy", "messages", False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_formatted_datasets_train_as_plain_ones(kind, name, streams, tmp_path):
     """As TRL trains them."""
     plain = Dataset.from_list(FORMATS[name])
-    args, runs = arguments(out=tmp_path, check_packing=False), []
+    args, runs = arguments(out=tmp_path, max_length=64, check_packing=False), []
     for dataset in (plain, plain.with_format(kind)):
         torch.manual_seed(0)
-        trainer = trained(packed_trainer(args, train_dataset=dataset, eval_dataset=dataset))
+        given = dataset.to_iterable_dataset().with_format(dataset.format["type"]) if streams else dataset
+        trainer = trained(packed_trainer(args, train_dataset=given, eval_dataset=dataset))
         runs.append((losses(trainer), trainer.evaluate()["eval_loss"]))
     assert runs[0] == runs[1]
 
@@ -171,15 +174,6 @@ def test_columns_that_a_format_hides_stay_hidden():
     shown = plain.with_format("torch", ["input_ids"], output_all_columns=True)
     assert without_format(hidden)[5] == {"input_ids": plain[5]["input_ids"]}
     assert without_format(shown)[5] == plain[5] and without_format(plain) is plain
-
-
-def test_a_formatted_stream_trains(tmp_path):
-    plain = Dataset.from_list(FORMATS["pre-tokenized"])
-    args, runs = arguments(out=tmp_path, max_length=64, check_packing=False), []
-    for stream in (plain.to_iterable_dataset(), plain.with_format("torch").to_iterable_dataset().with_format("torch")):
-        torch.manual_seed(0)
-        runs.append(losses(trained(packed_trainer(args, train_dataset=stream))))
-    assert runs[0] == runs[1]
 
 
 def test_plan_looks_too(saved, tmp_path, capsys):

@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset, IterableDataset
-from selection import in_full
 from training import arguments, batches_of, losses, packed_trainer
 from trl import pack_dataset
 
@@ -18,6 +17,7 @@ DOCUMENTS = [
     {"input_ids": [5 + (i + j) % 20 for j in range(2 + i % 9)], "labels": [-100] * (1 + i % 9) + [6]}
     for i in range(60)
 ]
+LONGER = [pytest.param(length, False, marks=pytest.mark.slow) for length in (20, 64)]
 STRATEGIES = ["step", "minibatch", "bfd", "bfd_split", "wrapped"]
 
 
@@ -36,41 +36,33 @@ def watched(trainer):
     return seen
 
 
-@pytest.mark.parametrize("max_length", [16, *in_full(20, 64)])
+@pytest.mark.parametrize(("max_length", "streams"), [(16, False), (16, True), *LONGER])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_documents_of_rows_stay_whole_under_every_strategy(tmp_path, strategy, max_length):
+def test_documents_of_rows_stay_whole_under_every_strategy(tmp_path, strategy, max_length, streams):
     """Rows are examples of `step` and `minibatch`, as TRL's padding-free run has them; other rows are filled with
     their documents, all shorter than any of these lengths. `wrapped` cuts them where it fills a row."""
-    args = arguments(
-        out=tmp_path, packing_strategy=strategy, max_length=max_length, loss_by="source", max_steps=-1,
-        num_train_epochs=1, check_packing=False,
-    )  # fmt: skip
-    trainer = packed_trainer(args, train_dataset=packed_before())
+    length = {"max_steps": 3} if streams else {"max_steps": -1, "num_train_epochs": 1}
+    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=max_length, loss_by="source",
+                     check_packing=False, **length)  # fmt: skip
+    rows = packed_before()
+    trainer = packed_trainer(args, train_dataset=rows.to_iterable_dataset() if streams else rows)
     batches = watched(trainer)
+    assert all(len(batch[SOURCES]) == batch["packed_layout"].num_documents for batch in batches)
+    if streams:
+        assert len(batches) >= 3 and (strategy == "wrapped" or set(documents_of(batches)) <= set(all_documents()))
+        return
     if strategy == "wrapped":
         assert Counter(chain(*documents_of(batches))) == Counter(chain(*all_documents()))
     else:
         assert sorted(documents_of(batches)) == sorted(all_documents())
-    assert all(len(batch[SOURCES]) == batch["packed_layout"].num_documents for batch in batches)
     assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])
     report = trainer.packing_reports["train"]
     assert report.tokens_lost == 0 and report.tokens == sum(len(d["input_ids"]) for d in DOCUMENTS)
-    if strategy != "wrapped":  # which cuts documents of one label
-        assert report.trained_tokens == len(DOCUMENTS)
+    assert report.trained_tokens == len(DOCUMENTS) or strategy == "wrapped"  # which cuts documents of one label
 
 
 def all_documents():
     return [tuple(document["input_ids"]) for document in DOCUMENTS]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rows_of_a_stream_too(tmp_path, strategy):
-    options = {"max_length": 16, "loss_by": "source", "max_steps": 3, "check_packing": False}
-    args = arguments(out=tmp_path, packing_strategy=strategy, **options)
-    batches = watched(packed_trainer(args, train_dataset=packed_before().to_iterable_dataset()))
-    assert len(batches) >= 3
-    if strategy != "wrapped":
-        assert set(documents_of(batches)) <= set(all_documents())
 
 
 @pytest.mark.parametrize("packs", [None, False])

@@ -64,12 +64,8 @@ def test_what_a_data_loader_has_locked_is_not_locked_again(copies):
     assert len(copies) == before
     batch = CountedBatch(batch, step=StepPart(1, 2, 2), origins="which")
     assert (pin_memory(batch).step, pin_memory(batch).origins) == (batch.step, "which")
-
-
-def test_a_layout_keeps_what_it_knows_when_it_is_locked(copies):
-    layout = PackedLayout.from_lengths([2, 3, 5], rows=2, padding=5)
-    locked = layout.pin_memory()
-    assert (locked.lengths, locked.rows, locked.padding) == ((2, 3, 5), 2, 5)
+    layout = PackedLayout.from_lengths([2, 3, 5], rows=2, padding=5).pin_memory()
+    assert (layout.lengths, layout.rows, layout.padding) == ((2, 3, 5), 2, 5)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ REFUSED = {
     "unequal groups": (3, {}, {}, "sequence_parallel=2 does not divide the number of processes, 3"),
     "a loss function": (2, {}, {"compute_loss_func": lambda *args, **kwargs: None},
                         r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"),
+    "images": (1, {}, {"train_dataset": vision.prompts()}, "but the dataset has images in its column 'image'"),
+    **{name: (2, {name: value}, {}, rf"{name}.* with sequence_parallel=2 cannot be trained(.|\n)*Drop {name}|{name}")
+       for name, value in (("parallelism_config", ParallelismConfig(dp_shard_size=2)), ("label_smoothing_factor", 0.1),
+                           ("share_prefixes", True), ("expand_turns", True), ("neftune_noise_alpha", 5.0))},
+    "group_by_length": (2, {"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, {},
+                        "group_by_length"),
     **{size: (2, {"parallelism_config": ParallelismConfig(**{size: 2})}, {},
               rf"{size}=2 cannot be packed(.|\n)*sequence_parallel=N") for size in ("cp_size", "sp_size")},
 }  # fmt: skip
@@ -60,32 +66,11 @@ def test_rows_that_cannot_be_shared_are_refused(tmp_path, processes, case):
         packed_trainer(args, **given)
 
 
-def test_rows_with_images_are_refused(tmp_path, processes):
-    processes(1)
-    with pytest.raises(InvalidConfig, match="sequence_parallel=2, but the dataset has images in its column 'image'"):
-        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), train_dataset=vision.prompts())
-
-
 def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
     processes(2)
     monkeypatch.setattr("trl_packfa.trainers.requirements.runs.installed_version", lambda package: "5.16.0")
     with pytest.raises(VersionTooOld, match=r"sequence_parallel=2 needs transformers >= 5.23.0, found 5.16.0"):
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
-
-
-@pytest.mark.parametrize(("options", "named"), [
-    ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
-    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-    ({"share_prefixes": True}, "share_prefixes"),
-    ({"expand_turns": True}, "expand_turns"),
-    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    ({"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, "group_by_length"),
-])  # fmt: skip
-def test_what_needs_the_whole_row_is_refused(tmp_path, processes, options, named):
-    processes(2)
-    said = rf"{named}.* with sequence_parallel=2 cannot be trained(.|\n)*Drop {named}|{named}"
-    with pytest.raises(InvalidConfig, match=said):
-        packed_trainer(arguments(out=tmp_path, sequence_parallel=2, **options))
 
 
 def test_padded_rows_are_refused(tmp_path):

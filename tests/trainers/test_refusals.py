@@ -180,18 +180,6 @@ def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, capl
     assert torch.equal(stock.model.lm_head.logit_scale, before), "the control: TRL's head leaves it out"
 
 
-def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
-    """Where the fused head is right, going around it changes nothing: losses, entropy and accuracy."""
-    fused, own = (
-        packed_trainer(arguments(out=tmp_path, **FULL), model=tiny.model(), peft_config=None) for _ in range(2)
-    )
-    own.model.forward = Head(own.model, partial(type(own.model).forward, own.model))
-    fused.train(), own.train()
-    assert_trajectory(losses(own), losses(fused))
-    for name in ("entropy", "mean_token_accuracy"):
-        assert_trajectory(*([entry[name] for entry in logs_of(trainer)] for trainer in (own, fused)))
-
-
 def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
     longest = max(lengths)
