@@ -9,7 +9,7 @@ from rank_balance import main
 
 from trl_packfa import packing
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-from trl_packfa.packing import WRAP, PackedBatchSampler, best_fit_decreasing, imbalance, microbatches, plan_overflow
+from trl_packfa.packing import WRAP, PackedBatchSampler, best_fit_decreasing, imbalance, plan_overflow
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -87,15 +87,6 @@ def test_dealing_a_step_grows_with_its_documents_and_no_faster():
         assert imbalance(dealt, lengths) < 1.005
         calls.append(made)
     assert calls[1] < 9 * calls[0] and calls[1] < 25 * 1024 * 16
-
-
-def test_an_exchange_looks_at_the_cheapest_parts_alone(monkeypatch):
-    looked = []
-    concatenate = np.concatenate
-    monkeypatch.setattr(np, "concatenate", lambda parts: looked.append(len(parts)) or concatenate(parts))
-    cost = np.random.default_rng(0).uniform(1, 100, 3000)
-    microbatches._level([list(range(i, 3000, 300)) for i in range(300)], cost, cost.astype(np.int64), 10**6)
-    assert looked and max(looked) == microbatches._OTHERS
 
 
 def tokens(*labels):

@@ -13,20 +13,11 @@ from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
+from trl_packfa import packing
 from trl_packfa.data import epoch_plan
 from trl_packfa.data.batching import Batching
 from trl_packfa.data.epoch_plan import plan_epoch
-from trl_packfa.packing import (
-    BFD,
-    MINIBATCH,
-    PADDED,
-    STEP,
-    STRATEGIES,
-    WRAPPED,
-    TrainedTokens,
-    fewest_micro_batches,
-    plan_overflow,
-)
+from trl_packfa.packing import BFD, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, TrainedTokens, plan_overflow
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, print_tables, tables
@@ -50,7 +41,7 @@ def brute_force(lengths, size, accumulation, world, strategy, budget):
     steps = [rounds[i : i + accumulation] for i in range(0, len(rounds), accumulation)]
     if strategy == STEP:
         flat = [[n for round_ in step for batch in round_ for n in batch] for step in steps]
-        needed = [-(-fewest_micro_batches(np.array(step), budget) // world) for step in flat]
+        needed = [-(-packing.fewest_micro_batches(np.array(step), budget) // world) for step in flat]
         return len(steps), sum(needed), 0
     pads = sum(max(batch) * len(batch) - sum(batch) for batch in batches) if strategy == PADDED else 0
     return len(steps), len(rounds), pads
@@ -142,9 +133,9 @@ def test_equal_lengths_gain_nothing(tmp_path):
 
 @pytest.mark.parametrize("strategy", [PADDED, *STRATEGIES.values()])
 def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
-    packing = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy.name}
+    asked = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy.name}
     args = arguments(
-        out=tmp_path, **packing, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        out=tmp_path, **asked, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
         max_steps=-1, num_train_epochs=1, check_packing=False,
     )  # fmt: skip
     trainer = packed_trainer(args, train_dataset=small_dataset(41))
@@ -179,15 +170,6 @@ def test_documents_are_tokenized_and_labelled_as_the_trainer_does(tmp_path, name
     assert report == trainer.packing_reports["train"]
     trains_all = name in ("text", "messages", "whole text", "pre-tokenized")
     assert (report.trained_tokens < report.packed_tokens - report.packed_documents) != trains_all
-
-
-def test_runs_of_trained_tokens_count_as_masks_do():
-    rng = np.random.default_rng(0)
-    for share in (0.0, 0.1, 0.5, 1.0):
-        mask = rng.random(500) < share
-        runs = TrainedTokens.from_masks(np.split(mask, [0, 7, 7, 200, 499]))
-        positions = rng.integers(0, 501, 300)
-        assert runs.before(positions).tolist() == [int(mask[:p].sum()) for p in positions]
 
 
 def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, saved):

@@ -1,7 +1,6 @@
 """Re-cut steps of pairs and answers about images: losses, gradient norms and means over pairs of TRL's padded run."""
 
 import pytest
-import torch
 import vision
 from datasets import Dataset
 from image_runs import build_preference, mix_images_up
@@ -9,7 +8,6 @@ from selection import exhaustive
 from tolerance import CONTROL
 from trl_trainers import OF_MICRO_BATCHES, beyond, train
 
-from trl_packfa.data.image_examples import Merging
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
 APO = {"loss_type": "apo_zero_unpaired"}
@@ -39,6 +37,7 @@ def test_recut_steps_train_as_padded(kind, family, lora, tmp_path):
     assert not beyond(expected, logs, besides=OF_MICRO_BATCHES[kind.lower()])
     assert trainer.cut_reason == "" and min(entry["micro_batches"] for entry in logs) < 6
     assert max(entry["padding_saved"] for entry in logs) > 0.05
+    assert kind == "KTO" or [*trainer._cutter._collator.collator.is_equal.values()] == [True], "joined as TRL joins"
     compared = trainer.trl_packfa_padding_free.first_calls
     assert compared.keys() == ({"model"} if lora else {"model", "ref_model"})
     report = trainer.packing_reports["train"]
@@ -77,15 +76,6 @@ def test_control_images_of_another_pair_train_something_else(tmp_path, monkeypat
     mix_images_up(monkeypatch)
     expected, logs, _ = both("DPO", tmp_path)
     assert {"loss", "grad_norm"} <= beyond(expected, logs, times=CONTROL).keys()
-
-
-def test_a_batch_of_pairs_is_joined_as_trl_joins_it(tmp_path):
-    """First all chosen rows, then all rejected ones; a value that has no part for each row is not joined."""
-    trainer = build_preference("DPO", tmp_path, "qwen3_vl")
-    train(trainer)
-    assert [*trainer._cutter._collator.collator.is_equal.values()] == [True]
-    odd = {"input_ids": torch.ones(2, 3, dtype=torch.long), "sizes": torch.ones(3, 2)}
-    assert Merging(dict, 0, rows=2)._merged([odd, odd]) is None
 
 
 def test_losses_of_a_whole_micro_batch_are_not_cut(tmp_path):

@@ -17,7 +17,7 @@ import trl_packfa
 from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.data.batching import FREE, KEPT, TOGETHER
 from trl_packfa.data.collator import SOURCES
-from trl_packfa.data.step_cutting import Origins, how_to_cut
+from trl_packfa.data.step_cutting import how_to_cut
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.sft import loss_terms
@@ -294,15 +294,6 @@ def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
             )
             assert not trainer.args.packing
         assert find_state(model) is before and [name for name, _ in model.named_parameters()] == names
-
-
-def test_a_foreign_collators_batch_is_a_padded_micro_batch_too():
-    ours = DataCollatorForPacking()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    expected = Origins.of_whole(ours)
-    assert expected == Origins(sizes=(3, 2), groups=(0, 0), tokens=(5,), longest=(3,))
-    del ours["packed_layout"]
-    assert Origins.of_whole(ours) == expected
-    assert Origins.of_whole({"input_ids": torch.ones((1, 4))}) == Origins((4,), (0,), (4,), (4,))
 
 
 OPTIONS = {

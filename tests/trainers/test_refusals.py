@@ -1,7 +1,6 @@
 """What the trainer refuses, each with one clear error, and what it only seems to. The table of requirements: how a row
 becomes an error, what a run knows."""
 
-import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -223,18 +222,6 @@ def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
     with pytest.raises(UnsupportedModel) as raised:
         require([Requirement(lambda r: error, "never said")], RUN)
     assert raised.value is error, "of another table"
-
-
-def test_run_has_its_arguments_and_none_for_fields_that_the_config_has_not():
-    assert (RUN.size, RUN.missing) == (3, None) and copy.deepcopy(RUN).size == 3
-
-    class Broken(Training):
-        @property
-        def images(self):
-            raise AttributeError("a fault of the code")
-
-    with pytest.raises(AttributeError):
-        Broken(RUN.args, "a trainer").images  # noqa: B018
 
 
 def test_every_row_says_what_to_do_unless_the_error_is_of_another_table():

@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from selection import in_full
 from tolerance import assert_another_run, assert_trajectory, assert_weights
-from training import arguments, dataset, logs_of, lora_config, losses, packed_trainer, padded_trainer
+from training import arguments, batches_of, dataset, logs_of, lora_config, losses, packed_trainer, padded_trainer
 from trl import SFTConfig
 
 from trl_packfa import PackedSFTConfig, describe, unpatch
@@ -37,23 +37,15 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
 
 
 def test_step_takes_fewer_micro_batches_within_the_budget(tmp_path):
-    # The check would go through the collator that is watched here.
-    options = {"gradient_accumulation_steps": 6, "max_steps": 6, "out": tmp_path, "check_packing": False,
-               "include_num_input_tokens_seen": "all"}  # fmt: skip
-    trainer = packed_trainer(arguments(**options))
+    options = {"gradient_accumulation_steps": 6, "max_steps": 6, "include_num_input_tokens_seen": "all"}
+    trainer = packed_trainer(arguments(out=tmp_path, **options))
     longest = max(map(len, trainer.train_dataset["input_ids"]))
-    tight = packed_trainer(arguments(**options, max_tokens_per_microbatch=longest))
-    seen = {trainer: [], tight: []}
-    for each, sizes in seen.items():
-        collate = each.data_collator
-        each.data_collator = lambda examples, collate=collate, sizes=sizes: (
-            sizes.append([len(e["input_ids"]) for e in examples]) or collate(examples)
-        )
-        each.train()
-    assert max(map(sum, seen[trainer])) <= 4 * longest < 6 * 4 * longest
-    assert len(seen[trainer]) < 6 * 6, "fewer micro-batches than the padded run"
-    assert all(sum(sizes) <= longest for sizes in seen[tight])
-    assert len(seen[tight]) > len(seen[trainer])
+    tight = packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest, **options))
+    batches = [batches_of(each) for each in (trainer, tight)]
+    trainer.train(), tight.train()
+    sizes, tight_sizes = ([batch["input_ids"].numel() for batch in seen] for seen in batches)
+    assert max(sizes) <= 4 * longest and len(sizes) < 6 * 6, "fewer micro-batches than the padded run"
+    assert max(tight_sizes) <= longest and len(tight_sizes) > len(sizes)
     assert_trajectory(losses(tight), losses(trainer))
     assert trainer.state.log_history[0]["micro_batches"] < 6
     assert tight.state.num_input_tokens_seen == logs_of(tight)[-1]["num_tokens"], "no pads"

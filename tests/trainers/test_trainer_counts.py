@@ -74,24 +74,15 @@ def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
 
 
 def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):
-    args = arguments(out=tmp_path, packing_strategy="bfd", max_length=96, per_device_train_batch_size=1, max_steps=-1)
-    args.num_train_epochs, args.check_packing = 2, False  # the check would go through the collator watched here
-    trainer, batches = packed_trainer(args), []
-    collate = trainer.data_collator
-
-    def watch(examples):
-        batches.append(sorted(tuple(e["input_ids"]) for e in examples))
-        return collate(examples)
-
-    trainer.data_collator = watch
+    options = {"packing_strategy": "bfd", "max_length": 96, "per_device_train_batch_size": 1, "check_packing": False}
+    trainer = packed_trainer(arguments(out=tmp_path, max_steps=-1, num_train_epochs=2, **options))
+    batches = batches_of(trainer)
     trainer.train()
-    per_epoch = len(batches) // 2
-    first, second = batches[:per_epoch], batches[per_epoch:]
-    everything = sorted(tuple(e["input_ids"]) for e in trainer.train_dataset)
-    assert sorted(chain(*first)) == sorted(chain(*second)) == everything
-    assert first != second
-    assert max(sum(map(len, batch)) for batch in batches) <= 96
-    assert trainer.packing_sampler.fill > 0.9
+    rows = [[ids.tolist() for ids in batch["packed_layout"].split(batch["input_ids"])] for batch in batches]
+    first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == sorted(trainer.train_dataset["input_ids"])
+    assert [*map(sorted, first)] != [*map(sorted, second)]
+    assert max(sum(map(len, row)) for row in rows) <= 96 and trainer.packing_sampler.fill > 0.9
     assert all(0 < entry["fill"] <= 1 for entry in trainer.state.log_history if "fill" in entry)
 
 
