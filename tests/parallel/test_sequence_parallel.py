@@ -40,17 +40,13 @@ def batch_of(lengths=LENGTHS, vocabulary=90):
     return DataCollatorForPacking(return_flash_attn_kwargs=False)([{"input_ids": ids} for ids in documents])
 
 
-def loss_of(logits, labels):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
 def run(model, batch):
     labels = batch.get("shift_labels")
     if labels is None:
         labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     call = {name: value for name, value in batch.items() if "labels" not in name}
     logits = model(**call, use_cache=False).logits
-    loss = loss_of(logits, labels)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return logits.detach()[0], loss.detach(), gradients

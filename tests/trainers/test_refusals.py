@@ -123,10 +123,7 @@ def test_bad_input_is_refused_at_construction(tmp_path, case):
 
 
 def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
-    from transformers import CpmAntConfig, CpmAntForCausalLM
-
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "dim_head": 4, "dim_ff": 8, "num_hidden_layers": 1}
-    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=97, **sizes))
+    model = small_model("cpmant")
     model.save_pretrained(tmp_path / "cpmant")
 
     def untouchable():

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import small_model
 from training import arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.bench.presets import preset_config
@@ -80,23 +81,16 @@ def test_experts_count_as_often_as_a_token_passes_them(name):
 EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]
 
 
-def padded():
-    longest = max(len(e["input_ids"]) for e in EXAMPLES)
-    ids, mask, labels = (torch.full((len(EXAMPLES), longest), fill) for fill in (0, 0, -100))
-    for i, example in enumerate(EXAMPLES):
-        n = len(example["input_ids"])
-        ids[i, :n], mask[i, :n], labels[i, :n] = torch.tensor(example["input_ids"]), 1, torch.tensor(example["labels"])
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-@pytest.mark.parametrize("batch", [DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), padded])
-def test_mfu_is_the_needed_arithmetic_over_the_peak(batch):
+@pytest.mark.parametrize("collate", [
+    DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), DataCollatorForLanguageModeling(0),
+])  # fmt: skip
+def test_mfu_is_the_needed_arithmetic_over_the_peak(collate):
     """Packed, packed with a trailing pad, padded: the same documents need the same; pads need nothing."""
     model = tiny.model(layers=2)
     args = PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2e-6)
     meter = SpeedMeter(model, args, world_size=2)
     meter.start(1000)
-    meter.add(batch() if batch is padded else batch(EXAMPLES))
+    meter.add(collate(EXAMPLES))
     figures = meter.read(1000 + 2 * 42, seconds=4.0, shared=0)
     assert figures["tokens_per_second"] == 2 * 42 / 4
     trained, seen = (42 - 2 * 3) / 42, (4**2 + 30**2 + 8**2) / 42

@@ -32,28 +32,16 @@ def test_padding_is_counted_nowhere(tmp_path, strategy):
 
 
 def test_the_plan_of_an_epoch_is_what_happens(tmp_path):
-    """Steps, examples a step, micro-batches and fill, told before the first step, as training then logs them."""
-    for strategy in ("step", "bfd"):
-        args = arguments(out=tmp_path, packing_strategy=strategy, max_length=96, gradient_accumulation_steps=4,
-                         per_device_train_batch_size=1 if strategy == "bfd" else 4, max_steps=-1, num_train_epochs=1,
-                         check_packing=False)  # fmt: skip
-        trainer = packed_trainer(args)
-        plan = trainer.packing_plan
-        trainer.train()
-        logs = logs_of(trainer)
-        assert plan["steps_per_epoch"] == trainer.state.global_step == len(logs)
-        assert plan["examples_per_step"] == pytest.approx(len(trainer.train_dataset) / len(logs))
-        if strategy == "bfd":
-            tokens = trainer.packing_reports["train"].packed_tokens
-            assert plan["fill"] == pytest.approx(tokens / (plan["rows"] * 96))
-            assert plan["documents_per_row"] == pytest.approx(len(trainer.train_dataset) / plan["rows"])
-        else:
-            logged = sum(entry["micro_batches"] for entry in logs) / len(logs)
-            assert plan["micro_batches_per_step"] == pytest.approx(logged, abs=0.7)
-            assert plan["imbalance"] == plan["imbalance_padded"] == 1.0, "one process"
-            assert 0 < plan["padding_without_packing"] < 1
-        trainer.save_reports(tmp_path)
-        assert json.loads((tmp_path / "packing_report.json").read_text())["plan"] == plan
+    """Micro-batches, balance and padding, told before the first step; `tests/plan` counts steps and rows."""
+    options = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1, "check_packing": False}
+    trainer = packed_trainer(arguments(out=tmp_path, max_length=96, **options))
+    plan, logs = trainer.packing_plan, logs_of(trained(trainer))
+    logged = sum(entry["micro_batches"] for entry in logs) / len(logs)
+    assert plan["micro_batches_per_step"] == pytest.approx(logged, abs=0.7)
+    assert plan["imbalance"] == plan["imbalance_padded"] == 1.0, "one process"
+    assert 0 < plan["padding_without_packing"] < 1
+    trainer.save_reports(tmp_path)
+    assert json.loads((tmp_path / "packing_report.json").read_text())["plan"] == plan
 
 
 def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
