@@ -43,6 +43,8 @@ def folder(tmp_path_factory):
     (where / "empty.jsonl").touch()
     (where / "broken.yaml").write_text("a: [1\n b: 2")
     (where / "typo.yaml").write_text("lerning_rate: 1\n")
+    (where / "unquoted.yaml").write_text("save_strategy: no\n")
+    (where / "cut.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n')
     (where / "rewards.py").write_text("def brevity(completions, **_):\n    return [-len(c) for c in completions]\n")
     return where
 
@@ -52,22 +54,9 @@ def _in_the_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def train(data, *more, model="base"):
-    argv = ["train", "--model_name_or_path", model, "--dataset_name", f"{data}.jsonl", "--output_dir", "out"]
+def train(data, *more):
+    argv = ["train", "--model_name_or_path", "base", "--dataset_name", f"{data}.jsonl", "--output_dir", "out"]
     return main([*argv, *ON_CPU, *more])
-
-
-def test_yaml_s_own_truth_values_are_named(folder, capsys):
-    (folder / "unquoted.yaml").write_text("save_strategy: no\n")
-    assert main(["train", "--config", "unquoted.yaml", "--output_dir", "out"]) == 1
-    assert 'YAML reads an unquoted no or yes as a truth value. Write save_strategy: "no".' in capsys.readouterr().err
-
-
-def test_a_line_that_is_no_json_is_shown(folder, capsys):
-    (folder / "cut.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n')
-    assert train("cut") == 1
-    said = capsys.readouterr().err
-    assert "line 3 is no JSON" in said and '{"text": "b"' in said
 
 
 GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch_size", "2"]
@@ -100,6 +89,11 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
     # The first without the package, the second with it.
     ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
     ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
+    ("text", ["--config", "unquoted.yaml"], r'unquoted no or yes as a truth value. Write save_strategy: "no"\.'),
+    ("cut", [], r'line 3 is no JSON(.|\n)*{"text": "b"'),
+    *(("text", ["--model_name_or_path", folder],
+       rf"cannot load a tokenizer or processor from '{folder}'(.|\n)*copy the missing files into the folder")
+      for folder in ("no_tokenizer", "no_processor")),
     ("text", ["--config", "brokn.yaml"], r"cannot read brokn.yaml(.|\n)*no such file; did you mean broken.yaml\?"),
     ("text", ["--config", "typo.yaml"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
     ("text", ["--lerning_rate", "1"], r"lerning_rate(.|\n)*Did you mean learning_rate"),
@@ -130,13 +124,6 @@ def test_a_mistake_is_one_message(data, more, said, monkeypatch, capsys):
     assert train(data, *more) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Traceback" not in error
-
-
-@pytest.mark.parametrize("model", ["no_tokenizer", "no_processor"])
-def test_a_folder_without_tokenizer_or_processor(model, capsys):
-    assert train("text", model=model) == 1
-    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the missing files into the folder"
-    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("argv", "said"), [

@@ -70,16 +70,13 @@ def test_other_settings_are_refused(saved, changed, told, capsys):
 
 def test_another_tokenizer_or_template_is_refused(saved):
     train = DatasetDict.load_from_disk(str(prepared(saved)))["train"]
-    args = {"max_length": 24, "overflow": "split"}
-    assert packed_trainer(arguments(out=saved / "a", **args), train_dataset=train).packing_reports["train"].split
-    other = tiny.tokenizer()
-    other.add_tokens(["another"])
-    with pytest.raises(InvalidConfig, match=r"tokenizer: .* then, .* now"):
-        packed_trainer(arguments(out=saved / "a", **args), train_dataset=train, processing_class=other)
-    other = tiny.tokenizer()
+    args = arguments(out=saved / "a", max_length=24, overflow="split")
+    assert packed_trainer(args, train_dataset=train).packing_reports["train"].split
+    larger, other = tiny.tokenizer(["another"]), tiny.tokenizer()
     other.chat_template = "{{ messages }}"
-    with pytest.raises(InvalidConfig, match=r"chat template: .* then, .* now"):
-        packed_trainer(arguments(out=saved / "a", **args), train_dataset=train, processing_class=other)
+    for tokenizer, what in ((larger, "tokenizer"), (other, "chat template")):
+        with pytest.raises(InvalidConfig, match=rf"{what}: .* then, .* now"):
+            packed_trainer(args, train_dataset=train, processing_class=tokenizer)
 
 
 def test_documents_that_were_filtered_since_are_an_ordinary_dataset(saved):

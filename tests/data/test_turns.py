@@ -246,44 +246,38 @@ def test_packed_rows_share_with_the_collator_and_without():
     assert policy.shared == before + 20
 
 
-def test_data_without_turns_is_refused(tmp_path):
-    with pytest.raises(InvalidDataset, match="has no conversations in 'messages'"):
-        expanded(tmp_path, data=dataset(4))
-    quiet = Dataset.from_list([{"messages": conversation(0)}, {"messages": conversation(1)[:1]}])
-    with pytest.raises(InvalidDataset, match="conversation 1 has no assistant turn"):
-        expanded(tmp_path, data=quiet)
+FOREIGN = [{"from": "human", "value": "7"}, {"from": "gpt", "value": "8"}]
+REFUSED = {
+    "no conversations": (dataset(4), DROPS_THOUGHTS, "has no conversations in 'messages'"),
+    "no turn": (Dataset.from_list([{"messages": conversation(0)}, {"messages": conversation(1)[:1]}]), DROPS_THOUGHTS,
+                "conversation 1 has no assistant turn"),
+    "other roles": (Dataset.from_list([{"conversations": FOREIGN}] * 4), DROPS_THOUGHTS,
+                    r"its roles are human, gpt(.|\n)*'human' to 'user', 'gpt' to 'assistant'"),
+    "a history that changes": (None, "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS,
+                               r"conversation 0: .* before turn 1 in another way"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_data_without_turns_of_their_own_is_refused(case, tmp_path):
+    data, template, message = REFUSED[case]
+    with pytest.raises(InvalidDataset, match=message):
+        expanded(tmp_path, data=data, template=template)
 
 
 @pytest.mark.parametrize("before", ["", "{{ 'system 1 </s> ' }}"], ids=["alone", "after a default"])
 def test_an_assistant_that_opens_the_conversation_trains_its_words(before):
     """transformers renders no empty history. The generation prompt is found in the rendered turn."""
     opening = [{"role": "assistant", "content": "8 9"}, *conversation(0, turns=1)]
+    data = Dataset.from_list([{"messages": opening}])
     expander = TurnExpander(tokenizer(before + DROPS_THOUGHTS), chat_template=None)
-    made = expander.expand(Dataset.from_list([{"messages": opening}]), name="train", num_proc=None)
+    made = expander.expand(data, name="train", num_proc=None)
     trained = [tokenizer().decode([token for token in labels if token != -100]) for labels in made["labels"]]
     assert trained[0] == "8 9 </s>" and len(trained) == 2 and trained[1].endswith("</s>")
-    silent = (
-        "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}{% if add_generation_prompt %}go {% endif %}"
-    )
+    silent = "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}"
+    expander = TurnExpander(tokenizer(silent + "{% if add_generation_prompt %}go {% endif %}"), chat_template=None)
     with pytest.raises(InvalidDataset, match="conversation 0: the chat template renders the messages before turn 0"):
-        TurnExpander(tokenizer(silent), chat_template=None).expand(
-            Dataset.from_list([{"messages": opening}]), name="train", num_proc=None
-        )
-
-
-def test_roles_of_another_format_are_named_with_the_remedy(tmp_path):
-    rows = [{"from": "human", "value": "7"}, {"from": "gpt", "value": "8"}]
-    data = Dataset.from_list([{"conversations": rows}] * 4)
-    with pytest.raises(
-        InvalidDataset, match=r"its roles are human, gpt(.|\n)*'human' to 'user', 'gpt' to 'assistant'"
-    ):
-        expanded(tmp_path, data=data)
-
-
-def test_a_template_whose_history_changes_is_refused(tmp_path):
-    counting = "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS
-    with pytest.raises(InvalidDataset, match=r"conversation 0: .* before turn 1 in another way"):
-        expanded(tmp_path, template=counting)
+        expander.expand(data, name="train", num_proc=None)
 
 
 def test_tools_and_template_arguments_reach_the_template():
