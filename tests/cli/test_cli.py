@@ -12,8 +12,8 @@ from datasets import load_from_disk
 from peft import AutoPeftModelForCausalLM
 from tiny_models.encoders import small_encoder
 from tolerance import BFLOAT16_ADAPTERS, assert_trajectory
-from training import arguments, packed_trainer
-from transformers import AutoTokenizer, TrainerCallback
+from training import arguments, packed_trainer, trained
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 from trl import get_quantization_config
 
@@ -201,21 +201,13 @@ def test_quiet_puts_every_level_back():
     assert found() == before
 
 
-def test_metrics_reach_whatever_the_trainer_reports_to(tmp_path):
-    """Integrations (TensorBoard, trackio, W&B) are callbacks: what they are handed is all numbers, ours included."""
-    seen = []
-
-    class Recorder(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
-            seen.append(dict(logs))
-
-    trainer = packed_trainer(arguments(out=tmp_path, gradient_accumulation_steps=2, loss_by="source"))
-    trainer.add_callback(Recorder)
-    trainer.train()
-    steps = [logs for logs in seen if "loss" in logs]
+def test_metrics_of_a_run_are_numbers_ours_included(tmp_path):
+    """For integrations (TensorBoard, trackio, W&B)."""
+    trainer = trained(packed_trainer(arguments(out=tmp_path, gradient_accumulation_steps=2, loss_by="source")))
+    logs = trainer.state.log_history
     ours = {"tokens_per_second", "documents", "longest_document", "micro_batches", "imbalance", "mfu", "loss/0"}
-    assert len(steps) == 3 and all(ours <= logs.keys() for logs in steps)
-    assert all(isinstance(value, (int, float)) for logs in seen for value in logs.values())
+    assert len(logs) == 4 and all(ours <= entry.keys() for entry in logs if "loss" in entry)
+    assert all(isinstance(value, (int, float)) for entry in logs for value in entry.values())
 
 
 def test_a_reader_that_has_had_enough_is_no_error():

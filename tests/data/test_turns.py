@@ -8,10 +8,9 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from selection import in_full
 from tolerance import assert_another_run, assert_float32, assert_trajectory
-from training import arguments, dataset, losses, packed_trainer, rows
+from training import arguments, dataset, lora_config, losses, packed_trainer, rows
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, patch
@@ -66,20 +65,17 @@ def expanded(out, *, model=None, data=None, template=DROPS_THOUGHTS, lora=False,
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, **options}
     args = arguments(out=out, expand_turns=True, use_peft=lora, train_sampling_strategy="sequential", **options)
     return packed_trainer(
-        args, model=model or tiny.model(layers=2), processing_class=tokenizer(template), peft_config=adapter(lora),
-        train_dataset=conversations() if data is None else data,
+        args, model=model or tiny.model(layers=2), processing_class=tokenizer(template),
+        peft_config=lora_config() if lora else None, train_dataset=conversations() if data is None else data,
     )  # fmt: skip
-
-
-def adapter(lora):
-    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM") if lora else None
 
 
 def padded(out, *, model=None, data=None, template=DROPS_THOUGHTS, lora=False, batch=TURNS, **options):
     options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, **options}
     args = arguments(SFTConfig, out, train_sampling_strategy="sequential", **options)
     return SFTTrainer(
-        model or tiny.model(layers=2), args=args, processing_class=tokenizer(template), peft_config=adapter(lora),
+        model or tiny.model(layers=2), args=args, processing_class=tokenizer(template),
+        peft_config=lora_config() if lora else None,
         train_dataset=one_by_one(conversations()) if data is None else data,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from tiny_models import small_model
 from tolerance import assert_another_run, assert_recomputed, assert_trajectory, differs
 from training import trained
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
@@ -195,18 +196,11 @@ def train(tmp_path, model, collator, **options):
 
 
 def test_a_plain_trainer(tmp_path, caplog):
-    def pad(batch):
-        width = max(len(row["input_ids"]) for row in batch)
-        rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in batch]
-        pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        return {name: torch.tensor([row[name] + [pad] * (width - len(row[name])) for row in rows])
-                for name, pad in pads.items()}  # fmt: skip
-
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     with caplog.at_level(logging.INFO, "trl_packfa"):
         ours = train(tmp_path, small_model("gemma2"), flatten, callbacks=[PackfaCallback()])
     assert "exact" in caplog.text
-    padded = train(tmp_path, small_model("gemma2", attn_implementation="eager"), pad)
+    padded = train(tmp_path, small_model("gemma2", attn_implementation="eager"), DataCollatorForLanguageModeling(0))
     assert_trajectory(ours, padded)
     leaking = train(tmp_path, small_model("gemma2", attn_implementation="eager"), lambda rows: {
         name: value for name, value in flatten(rows).items() if name in ("input_ids", "labels")})  # fmt: skip

@@ -165,17 +165,13 @@ def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):
     assert len(told) > 3
 
 
-@pytest.fixture
-def offloaded(tmp_path):
-    """A model whose second layer lies on the disk."""
+def test_offloaded_models_are_exact_but_not_trained(tmp_path):
+    """The second layer lies on the disk."""
     tiny.model(layers=2).save_pretrained(tmp_path / "model")
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     options = {"device_map": places, "offload_folder": str(tmp_path / "disk")}
-    return load_checkpoint_and_dispatch(tiny.model(layers=2), tmp_path / "model", **options)
-
-
-def test_offloaded_models_are_exact_but_not_trained(tmp_path, offloaded):
+    offloaded = load_checkpoint_and_dispatch(tiny.model(layers=2), tmp_path / "model", **options)
     trl_packfa.patch(offloaded)
     assert trl_packfa.check(offloaded.requires_grad_(False)).is_exact
     with pytest.raises(InvalidConfig, match=r"offloaded weights(.|\n)*backward pass"):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from padded import masks_read, padded
 from selection import exhaustive, in_full
 from tolerance import CONTROL
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, slow_down
 from trl_trainers import EXPERIMENTAL, STABLE, beyond, build, differences, encoder_decoder, run, tokenizer, train
 
 import trl_packfa
@@ -187,15 +187,7 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("trl_packfa.trainers.padding_free.run.time.perf_counter", lambda: clock[0])
 
-    def slowly(own, seconds):
-        def run(*args, **kwargs):
-            clock[0] += seconds
-            return own(*args, **kwargs)
-
-        return run
-
-    for name, seconds in (("training_step", 1.0), ("evaluate", 1000.0), ("_save_checkpoint", 1000.0)):
-        monkeypatch.setattr(trl.DPOTrainer, name, slowly(getattr(trl.DPOTrainer, name), seconds))
+    slow_down(monkeypatch, trl.DPOTrainer, clock, training_step=1.0, evaluate=1000.0, _save_checkpoint=1000.0)
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     trainer, _ = free(build("dpo", tmp_path, save_steps=1, **options))
     logs = train(trainer)

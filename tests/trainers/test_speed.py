@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from pretended_liger import pretend_liger
 from tiny_models import small_model
 from tolerance import assert_estimate
-from training import arguments, dataset, logs_of, lora_config, packed_trainer
+from training import arguments, dataset, logs_of, lora_config, packed_trainer, slow_down
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -125,16 +125,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     )  # fmt: skip
     trainer = packed_trainer(args, eval_dataset={"a": dataset(4, seed=1), "b": dataset(4, seed=2)})
 
-    def slowly(own, seconds):
-        def run(*args, **kwargs):
-            now[0] += seconds
-            return own(*args, **kwargs)
-
-        return run
-
-    for name in ("evaluate", "_save_checkpoint"):
-        monkeypatch.setattr(SFTTrainer, name, slowly(getattr(SFTTrainer, name), 1000.0))
-    monkeypatch.setattr(SFTTrainer, "training_step", slowly(SFTTrainer.training_step, 2.0))
+    slow_down(monkeypatch, SFTTrainer, now, training_step=2.0, evaluate=1000.0, _save_checkpoint=1000.0)
     trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
     logs = logs_of(trainer)
