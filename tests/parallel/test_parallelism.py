@@ -43,15 +43,12 @@ def test_divided_rows_and_layers_are_refused(tmp_path, monkeypatch, size, reason
         packed_trainer(args)
 
 
-def test_data_parallelism_is_no_division(tmp_path):
-    config = ParallelismConfig(dp_shard_size=2)
-    assert set(parallel_sizes(arguments(out=tmp_path, parallelism_config=config)).values()) == {1}
-
-
 @pytest.mark.parametrize("kwargs", [{"tp_size": 2}, {"distributed_config": {"tp_size": 2}}])
 def test_a_model_that_would_be_loaded_in_parts_is_refused(tmp_path, kwargs):
     with pytest.raises(InvalidConfig, match="tp_size=2 cannot be packed"):
         packed_trainer(arguments(out=tmp_path, model_init_kwargs=kwargs), model="never-loaded")
+    sharded = arguments(out=tmp_path, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert set(parallel_sizes(sharded).values()) == {1}, "data parallelism is no division"
 
 
 @pytest.mark.parametrize("size", ["tp_size", "ep_size", "pp_size"])
@@ -69,21 +66,16 @@ def under_deepspeed(out, config, *, stage=3, **options):
     return args
 
 
-@pytest.mark.parametrize(("stage", "config", "message"), [
-    (3, {"fp16": {"enabled": True}}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
-    (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
+@pytest.mark.parametrize(("stage", "config", "options", "message"), [
+    (3, {"fp16": {"enabled": True}}, {}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
+    # transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine.
+    (3, {"fp16": {"enabled": "auto"}}, {"fp16_full_eval": True}, "fp16 under DeepSpeed ZeRO-3 cannot be packed"),
+    (1, {"tensor_parallel": {"autotp_size": 2}}, {}, "tp_size=2 cannot be packed"),
 ])  # fmt: skip
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, strategy):
-    args = under_deepspeed(tmp_path, config, stage=stage, packing_strategy=strategy)
+def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, options, message, strategy):
+    args = under_deepspeed(tmp_path, config, stage=stage, packing_strategy=strategy, **options)
     with pytest.raises(InvalidConfig, match=message):
-        packed_trainer(args)
-
-
-def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
-    """transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine."""
-    args = under_deepspeed(tmp_path, {"fp16": {"enabled": "auto"}}, fp16_full_eval=True)
-    with pytest.raises(InvalidConfig, match="fp16 under DeepSpeed ZeRO-3 cannot be packed"):
         packed_trainer(args)
 
 

@@ -85,12 +85,9 @@ def test_evaluations_by_name(tmp_path):
 def test_the_first_and_the_last_step_are_always_logged(steps, every, at, tmp_path):
     text, trainer = shown(tmp_path, max_steps=steps, logging_steps=every)
     assert [int(step) for step in re.findall(rf"step (\d+)/{steps}  loss", text)] == at
+    assert "loss" not in shown(tmp_path, logging_strategy="no", max_steps=1)[0]
     accuracies = logged(trainer, "mean_token_accuracy")
     assert list(logged(trainer, "loss")) == at == list(accuracies), "with all that is logged of a step"
-
-
-def test_no_logging_is_respected(tmp_path):
-    assert "loss" not in shown(tmp_path, logging_strategy="no")[0]
 
 
 def test_the_tokens_per_second_and_the_time_left_are_those_of_the_run_after_a_resume_too(tmp_path):
