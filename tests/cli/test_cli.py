@@ -12,7 +12,7 @@ from datasets import load_from_disk
 from peft import AutoPeftModelForCausalLM
 from tiny_models.encoders import small_encoder
 from tolerance import BFLOAT16_ADAPTERS, assert_trajectory
-from training import arguments, packed_trainer, trained
+from training import arguments, dataset, packed_trainer, trained
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 from trl import get_quantization_config
@@ -30,14 +30,6 @@ from trl_packfa.terminal.progress import errors_only
 @pytest.fixture
 def saved_model(tmp_path):
     return tiny.save(tmp_path / "model")
-
-
-@pytest.fixture
-def data_file(tmp_path):
-    path = tmp_path / "data.jsonl"
-    rows = ({"prompt": tiny.words(n, seed=n) + " ", "completion": tiny.words(n, seed=n + 99)} for n in range(1, 25))
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
 
 
 HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "numpy", "rich"}
@@ -180,8 +172,10 @@ def test_demo_runs_its_whole_story(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
+def test_demo_takes_a_model_and_a_dataset(tmp_path):
     pytest.importorskip("bitsandbytes")
+    data_file = str(tmp_path / "data.jsonl")
+    dataset(24).to_json(data_file)
     model = tiny.save(tmp_path / "base", tiny.model(layers=2, intermediate_size=128, attention_bias=False))
     out = str(tmp_path / "out")
     assert main(["demo", "--model", model, "--dataset", data_file, "--output_dir", out, "--steps", "2"]) == 0

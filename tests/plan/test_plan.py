@@ -103,26 +103,20 @@ def test_order_and_dropping_follow_the_arguments():
     assert (dropped.documents, dropped.steps) == (48, 6)
 
 
-def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
-    lengths = np.array(UNEVEN * 8)
-    sampled = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    monkeypatch.setattr("trl_packfa.data.epoch_plan._SAMPLED", 10_000)
-    whole = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
-    assert_estimate(sampled.micro_batches, whole.micro_batches)
-    assert_estimate(sampled.cost, whole.cost)
-
-
 @pytest.mark.parametrize("strategy", [PADDED, MINIBATCH, STEP])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_large_datasets_are_drawn_in_part_and_near_the_whole(monkeypatch, strategy, drop_last):
-    lengths, batching = np.array(UNEVEN * 20 + [3]), Batching(strategy, 2, 4, world_size=2, drop_last=drop_last)
-    whole = plan_epoch(lengths, batching)
+def test_a_part_of_a_large_dataset_and_of_a_long_epoch_is_near_the_whole(monkeypatch, strategy, drop_last):
+    lengths = np.array(UNEVEN * 20 + [3])
+    batching = Batching(strategy, 2, 4, world_size=2, drop_last=drop_last, quadratic=1e-3)
+    sampled = plan_epoch(lengths, batching)
+    with monkeypatch.context() as patched:
+        patched.setattr(epoch_plan, "_SAMPLED", 10_000)
+        whole = plan_epoch(lengths, batching)
     monkeypatch.setattr(epoch_plan, "_DRAWN", len(lengths) // 4)
-    part = plan_epoch(lengths, batching)
-    assert (part.steps, part.documents) == (whole.steps, whole.documents)
-    for name in ("tokens", "rows", "micro_batches", "cost"):
-        assert_estimate(getattr(part, name), getattr(whole, name))
+    for part in (sampled, plan_epoch(lengths, batching)):
+        assert (part.steps, part.documents) == (whole.steps, whole.documents)
+        for name in ("tokens", "rows", "micro_batches", "cost"):
+            assert_estimate(getattr(part, name), getattr(whole, name))
 
 
 def test_equal_lengths_gain_nothing(tmp_path):
