@@ -176,6 +176,17 @@ def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, capl
     assert torch.equal(stock.model.lm_head.logit_scale, before), "the control: TRL's head leaves it out"
 
 
+@pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
+def test_general_levels_train_through_the_trainer(tmp_path, model_type):
+    """Packed without a patch file of their own, the losses of TRL's padded trainer."""
+    padded, packed = (
+        trained(packed_trainer(arguments(out=tmp_path, packing=packs, **FULL), model=small_model(model_type),
+                               peft_config=None)) for packs in (False, True)
+    )  # fmt: skip
+    assert packed.check_report.is_exact
+    assert_trajectory(losses(packed), losses(padded))
+
+
 def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
     longest = max(lengths)
