@@ -272,6 +272,7 @@ def test_the_trainer_takes_the_same_words_and_names_a_corrupt_state(tmp_path):
     again = packed_trainer(arguments(out=tmp_path))
     with pytest.raises(InvalidConfig, match="checkpoint-3: that is no checkpoint"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{")
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{")
     with pytest.raises(InvalidConfig, match=r"trainer_state.json cannot be read"):
-        again.train(resume_from_checkpoint=last)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
