@@ -1,6 +1,7 @@
 """Re-cut steps of pairs and answers about images: losses, gradient norms and means over pairs of TRL's padded run."""
 
 import pytest
+import torch
 import vision
 from datasets import Dataset
 from image_runs import build_preference, mix_images_up
@@ -8,6 +9,7 @@ from selection import exhaustive
 from tolerance import CONTROL
 from trl_trainers import OF_MICRO_BATCHES, beyond, train
 
+from trl_packfa.data.image_examples import Merging
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
 APO = {"loss_type": "apo_zero_unpaired"}
@@ -96,3 +98,8 @@ def test_what_images_do_not_have_is_refused(tmp_path):
     broken = [{**row, "images": None if i == 3 else row["images"]} for i, row in enumerate(vision.uneven_pairs(6))]
     with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):
         build_preference("DPO", tmp_path, data=Dataset.from_list(broken))
+
+
+def test_batches_without_a_part_for_each_row_are_not_joined():
+    odd = {"input_ids": torch.ones(2, 3, dtype=torch.long), "sizes": torch.ones(3, 2)}
+    assert Merging(dict, 0, rows=2)._merged([odd, odd]) is None

@@ -17,7 +17,7 @@ import trl_packfa
 from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.data.batching import FREE, KEPT, TOGETHER
 from trl_packfa.data.collator import SOURCES
-from trl_packfa.data.step_cutting import how_to_cut
+from trl_packfa.data.step_cutting import Origins, how_to_cut
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.sft import loss_terms
@@ -379,3 +379,8 @@ def test_sources_of_a_stream_are_logged(tmp_path, strategy):
     trainer = packed_trainer(args, train_dataset=stream)
     trainer.train()
     assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])
+
+
+def test_a_batch_without_boundaries_is_one_document_of_a_padded_micro_batch():
+    """As a user's collator may make it."""
+    assert Origins.of_whole({"input_ids": torch.ones((1, 4))}) == Origins((4,), (0,), (4,), (4,))
