@@ -89,7 +89,6 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
     # The first without the package, the second with it.
     ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
     ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
-    ("text", ["--config", "unquoted.yaml"], r'unquoted no or yes as a truth value. Write save_strategy: "no"\.'),
     ("cut", [], r'line 3 is no JSON(.|\n)*{"text": "b"'),
     *(("text", ["--model_name_or_path", folder],
        rf"cannot load a tokenizer or processor from '{folder}'(.|\n)*copy the missing files into the folder")
@@ -154,10 +153,12 @@ def test_a_dataset_whose_name_ends_like_a_file_is_looked_for_on_the_hub(monkeypa
 @pytest.mark.parametrize(("argv", "said"), [
     (["check", "base", "--adapter", "./none"], "there is no adapter in './none'.\n  - there is no such folder\n"),
     (["check", "base", "--backend", "fa2"], "NoBackend: there is no attention backend 'fa2'"),
+    (["train", "--config", "unquoted.yaml", "--output_dir", "out"],
+     'YAML reads an unquoted no or yes as a truth value. Write save_strategy: "no".'),
     (["train", *ON_CPU, "--output_dir", "out", "--dataset_name", "text.jsonl"], "InvalidConfig: no model is named"),
     (["train", *ON_CPU, "--output_dir", "out", "--model_name_or_path", "base"], "InvalidConfig: no dataset is named"),
 ])  # fmt: skip
-def test_what_is_not_there_is_one_message(argv, said, capsys):
+def test_what_is_missing_or_not_quoted_is_one_message(argv, said, capsys):
     assert main(argv) == 1
     assert said in capsys.readouterr().err
 
