@@ -69,7 +69,7 @@ TRITON = "TRL_PACKFA_TRITON"  # read by `kernels/devices.py`, which needs packag
 # Tests whose trainers run on the GPU, each beside TRL's own trainer.
 _TRAINERS = [
     f"tests/{name}.py"
-    for name in ("trainers/test_packed_preference", "trainers/test_shared_prefixes", "trainers/test_turns",
+    for name in ("trainers/test_packed_preference", "trainers/test_shared_prefixes", "data/test_turns",
                  "trainers/test_image_steps", "trainers/test_padding_free", "whole/test_swap_training")
 ]  # fmt: skip
 

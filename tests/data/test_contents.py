@@ -1,13 +1,14 @@
 """What documents hold: refused by dataset, document and value before a model sees it, in datasets and in streams."""
 
+import logging
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
-from selection import in_full
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, losses, packed_trainer, padded_trainer, trained
 from trl import SFTConfig
@@ -15,7 +16,10 @@ from trl import SFTConfig
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.checking import vocabulary_of
 from trl_packfa.cli.main import main
-from trl_packfa.data.raw_dataset import measure, require_known, without_format
+from trl_packfa.data import dataset as data
+from trl_packfa.data.collator import LOSSES, SAVED
+from trl_packfa.data.dataset import cut_stream, read_lengths
+from trl_packfa.data.raw_dataset import measure, without_format
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.patching.inspect import known_ids, known_labels
 
@@ -53,7 +57,7 @@ UNKNOWN = {
 def train(documents, out, *, stream=False, **options):
     dataset = Dataset.from_list(documents)
     dataset = dataset.to_iterable_dataset() if stream else dataset
-    args = arguments(out=out, max_steps=6, max_length=64, check_packing=False)
+    args = arguments(out=out, max_steps=3, max_length=64, check_packing=False)
     return losses(trained(packed_trainer(args, train_dataset=dataset, **options)))
 
 
@@ -63,7 +67,7 @@ def test_none_is_refused_with_the_documents_number(case, stream, tmp_path):
     documents, said = WRONG[case]
     with pytest.raises(InvalidDataset, match=f"^document 7 of the train dataset: {said}"):
         train(documents, tmp_path, stream=stream)
-    assert len(train([d for i, d in enumerate(documents) if i != 7], tmp_path, stream=stream)) == 6
+    assert len(train([d for i, d in enumerate(documents) if i != 7], tmp_path, stream=stream)) == 3
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
@@ -146,21 +150,19 @@ def test_measures_are_those_of_python(arrow):
         assert (found.lowest[number], found.highest[number]) == (min(counted, default=0), max(counted, default=0))
 
 
-def test_labels_that_are_ignored_are_known():
-    require_known(Dataset.from_list([{"input_ids": [0, 9], "labels": [-100, -100]}]), name="train", ids=10, labels=10)
-    with pytest.raises(InvalidDataset, match="'input_ids' holds 9"):
-        require_known(Dataset.from_list([{"input_ids": [0, 9], "labels": [-100, 5]}]), name="train", ids=9, labels=9)
-
-
-@pytest.mark.parametrize("name", ["pre-tokenized", "messages"])
-@pytest.mark.parametrize("kind", ["torch", *in_full("numpy")])
-def test_formatted_datasets_train_as_plain_ones(kind, name, tmp_path):
+@pytest.mark.parametrize(("kind", "name", "streams"), [
+    ("torch", "pre-tokenized", False), ("torch", "pre-tokenized", True), ("torch", "messages", False),
+    pytest.param("numpy", "pre-tokenized", False, marks=pytest.mark.slow),
+    pytest.param("numpy", "messages", False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_formatted_datasets_train_as_plain_ones(kind, name, streams, tmp_path):
     """As TRL trains them."""
     plain = Dataset.from_list(FORMATS[name])
-    args, runs = arguments(out=tmp_path, check_packing=False), []
+    args, runs = arguments(out=tmp_path, max_length=64, check_packing=False), []
     for dataset in (plain, plain.with_format(kind)):
         torch.manual_seed(0)
-        trainer = trained(packed_trainer(args, train_dataset=dataset, eval_dataset=dataset))
+        given = dataset.to_iterable_dataset().with_format(dataset.format["type"]) if streams else dataset
+        trainer = trained(packed_trainer(args, train_dataset=given, eval_dataset=dataset))
         runs.append((losses(trainer), trainer.evaluate()["eval_loss"]))
     assert runs[0] == runs[1]
 
@@ -174,18 +176,44 @@ def test_columns_that_a_format_hides_stay_hidden():
     assert without_format(shown)[5] == plain[5] and without_format(plain) is plain
 
 
-def test_a_formatted_stream_trains(tmp_path):
-    plain = Dataset.from_list(FORMATS["pre-tokenized"])
-    args, runs = arguments(out=tmp_path, max_length=64, check_packing=False), []
-    for stream in (plain.to_iterable_dataset(), plain.with_format("torch").to_iterable_dataset().with_format("torch")):
-        torch.manual_seed(0)
-        runs.append(losses(trained(packed_trainer(args, train_dataset=stream))))
-    assert runs[0] == runs[1]
-
-
 def test_plan_looks_too(saved, tmp_path, capsys):
     data = tmp_path / "none.jsonl"
     data.write_text('{"text": "1 2"}\n{"text": null}\n')
     given = ["--dataset_name", str(data), "--tokenizer", saved["MODEL"]]
     assert main(["plan", *given]) == 1
     assert "document 1 of the train dataset: 'text' is None" in capsys.readouterr().err
+
+
+def of(labels):
+    def rows():
+        for label in labels:
+            yield {"input_ids": [1, 2, 3], "labels": [-100, label, label]}
+
+    return IterableDataset.from_generator(rows)
+
+
+def test_documents_that_train_nothing_are_told_even_if_none_of_their_call_is_kept(caplog):
+    """What was dropped travels with a document that is kept: of these hundred none is."""
+    with caplog.at_level(logging.WARNING):
+        kept = list(cut_stream(of([-100] * 100 + [5, -100, 6]), max_length=8, overflow="truncate"))
+    assert [document["labels"] for document in kept] == [[-100, 5, 5], [-100, 6, 6]]
+    assert "100 documents of the stream" in caplog.text
+    assert [sum(column) for column in zip(*(document[LOSSES] for document in kept), strict=True)][2] == 1
+
+
+def test_lengths_of_a_saved_dataset_map_one_file_that_processes_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_COUNTED", 7)  # several parts, which become one
+    counts = np.random.default_rng(0).integers(1, 9, 50).tolist()
+    Dataset.from_dict({"input_ids": [[1] * count for count in counts]}).save_to_disk(tmp_path)
+    for dataset in (Dataset.load_from_disk(tmp_path), Dataset.load_from_disk(tmp_path).shuffle(seed=0)):
+        before = pa.total_allocated_bytes()
+        lengths = read_lengths(dataset)
+        assert pa.total_allocated_bytes() == before and not lengths.flags.owndata, "no copy in memory"
+        assert lengths.tolist() == [len(ids) for ids in dataset["input_ids"]]
+        assert lengths.dtype == np.int32 and not lengths.flags.writeable
+
+
+def test_lengths_count_what_is_computed_and_nothing_of_an_empty_dataset():
+    columns = {"input_ids": [[1, 2, 3, 1, 2, 4], [5]], SAVED: [2, 0]}
+    assert read_lengths(Dataset.from_dict(columns)).tolist() == [4, 1]
+    assert read_lengths(Dataset.from_dict(columns).select([])).shape == (0,)

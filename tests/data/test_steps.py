@@ -8,9 +8,8 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from tolerance import assert_another_run, assert_trajectory
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
-from training import arguments, dataset, losses, packed_trainer, padded_trainer, rows, trained
-from transformers import TrainerCallback
+from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
+from training import arguments, dataset, losses, packed_trainer, padded_trainer, trained
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
@@ -110,16 +109,6 @@ def test_workers_change_nothing(tmp_path):
     assert losses(one) == losses(two)
 
 
-def test_a_small_budget_runs_more_micro_batches_than_the_padded_run(tmp_path):
-    options = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
-    expected = trained(padded_trainer(arguments(SFTConfig, tmp_path, **options)))
-    trainer = trained(packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=90, **options)))
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert max(entry["micro_batches"] for entry in logs) > 2
-    assert_trajectory(losses(trainer), losses(expected))
-    assert trainer.state.num_input_tokens_seen == logs[-1]["num_tokens"], "no pads"
-
-
 def test_transformers_sampler_of_batches_keeps_its_batches(tmp_path):
     options = {"gradient_accumulation_steps": 2, "train_sampling_strategy": "batch_rebalance"}
     expected = trained(padded_trainer(arguments(SFTConfig, tmp_path, **options)))
@@ -169,30 +158,12 @@ def test_a_sampler_that_cannot_be_honoured_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path), cls=endless).get_train_dataloader()
 
 
-def test_a_late_change_of_accumulation_is_refused_in_words(tmp_path):
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            args.gradient_accumulation_steps = 1
-
-    trainer = packed_trainer(arguments(out=tmp_path, gradient_accumulation_steps=2), callbacks=[Change()])
-    with pytest.raises(InvalidConfig, match="gradient_accumulation_steps was changed to 1 while training"):
-        trainer.train()
-
-
 def test_a_plan_reaches_loader_workers_without_the_dataset():
     trainer = packed_trainer(arguments(), train_dataset=dataset(1000))
     sent = pickle.loads(pickle.dumps(trainer._cutter))
     assert sent._rows is None and np.array_equal(sent.lengths, trainer._cutter.lengths)
     step = np.arange(4)
     assert sent.cut(step) == trainer._cutter.cut(step)
-
-
-def test_two_samplers_of_one_seed_draw_the_same(tmp_path):
-    """The rows of an epoch are those of TRL's loader, with accelerate's random sampler."""
-    ours, stock = packed_trainer(arguments(out=tmp_path)), padded_trainer(arguments(SFTConfig, tmp_path))
-    samplers = [trainer.get_train_dataloader().batch_sampler.sampler for trainer in (ours, stock)]
-    assert all(type(one) is SeedableRandomSampler and isinstance(one, RandomSampler) for one in samplers)
-    assert list(samplers[0]) == list(samplers[1]) and len(rows()) == len(list(samplers[0]))
 
 
 def test_padded_micro_batches_that_stay_are_dealt_in_whole_rounds():

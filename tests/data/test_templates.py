@@ -57,11 +57,18 @@ def test_what_the_template_leaves_out_is_counted(template, expected, streaming, 
     assert all(part in sentence for part, sentence in zip(expected, found, strict=True))
 
 
-def test_other_formats_have_nothing_to_leave_out():
+def test_other_formats_have_nothing_to_leave_out_and_messages_of_another_format_are_read_unchanged():
     for row in ({"text": "1 2"}, {"prompt": "1", "completion": "2"}, {"input_ids": [5, 6]}):
         assert left_out_by_template(Dataset.from_list([row]), knows()) == []
-    old = {"conversations": [{"from": "user", "value": "1"}, {"from": "assistant", "value": "2"}], "tools": [TOOL]}
-    assert "100% of the examples (1 of 1" in left_out_by_template(Dataset.from_list([old]), knows())[0]
+    old = {"conversations": [{"from": "user", "value": "1"}, {"from": "assistant", "value": "2"}]}
+    stream = IterableDataset.from_generator(lambda: iter([old]))
+    assert holds_conversations(stream) and left_out_by_template(stream, knows()) == []
+    assert old["conversations"][0] == {"from": "user", "value": "1"}
+    with_tools = Dataset.from_list([{**old, "tools": [TOOL]}])
+    assert "100% of the examples (1 of 1" in left_out_by_template(with_tools, knows())[0]
+    old["conversations"] = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+    (line,) = left_out_by_template(Dataset.from_list([old]), knows())
+    assert "Rename the roles: 'human' to 'user', 'gpt' to 'assistant'" in line
 
 
 STRICT = (
@@ -98,19 +105,6 @@ def test_a_conversation_that_the_template_refuses_is_named(kind, stream, tmp_pat
     with pytest.raises(InvalidDataset, match=said):
         build_on([ANSWERED]).train()
     build_on([ASKED])
-
-
-def test_roles_that_a_template_may_not_know_are_told():
-    rows = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
-    (line,) = left_out_by_template(Dataset.from_list([{"conversations": rows}]), knows())
-    assert "Rename the roles: 'human' to 'user', 'gpt' to 'assistant'" in line
-
-
-def test_looking_at_a_stream_leaves_the_users_messages_alone():
-    row = {"conversations": [{"from": "user", "value": "1"}, {"from": "assistant", "value": "2"}]}
-    stream = IterableDataset.from_generator(lambda: iter([row]))
-    assert holds_conversations(stream) and left_out_by_template(stream, knows()) == []
-    assert row["conversations"][0] == {"from": "user", "value": "1"}
 
 
 @pytest.mark.parametrize("messages, why", [

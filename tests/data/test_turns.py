@@ -1,7 +1,6 @@
 """`expand_turns=True` and `share_prefixes=True`: each assistant turn trains as an example of its own, histories run
 once."""
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -9,19 +8,17 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from selection import in_full
-from tiny_models import small_model
 from tolerance import assert_another_run, assert_float32, assert_trajectory
-from training import arguments, dataset, losses, packed_trainer, rows
+from training import arguments, dataset, lora_config, losses, packed_trainer, rows
 from trl import SFTConfig, SFTTrainer
 
-from trl_packfa import DataCollatorForPacking, PackedSFTConfig, patch
+from trl_packfa import DataCollatorForPacking, patch
 from trl_packfa.data import collator
 from trl_packfa.data.collator import ROW_LENGTHS, SAVED
 from trl_packfa.data.dataset import split_example, split_tree
 from trl_packfa.data.turns import TurnExpander
-from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
+from trl_packfa.errors import ContaminationError, InvalidDataset
 from trl_packfa.layout import prefix_tree, shared_rows
 from trl_packfa.layout.prefix_tree import PrefixTree
 from trl_packfa.layout.shared_rows import tree_of
@@ -68,20 +65,17 @@ def expanded(out, *, model=None, data=None, template=DROPS_THOUGHTS, lora=False,
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, **options}
     args = arguments(out=out, expand_turns=True, use_peft=lora, train_sampling_strategy="sequential", **options)
     return packed_trainer(
-        args, model=model or tiny.model(layers=2), processing_class=tokenizer(template), peft_config=adapter(lora),
-        train_dataset=conversations() if data is None else data,
+        args, model=model or tiny.model(layers=2), processing_class=tokenizer(template),
+        peft_config=lora_config() if lora else None, train_dataset=conversations() if data is None else data,
     )  # fmt: skip
-
-
-def adapter(lora):
-    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM") if lora else None
 
 
 def padded(out, *, model=None, data=None, template=DROPS_THOUGHTS, lora=False, batch=TURNS, **options):
     options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, **options}
     args = arguments(SFTConfig, out, train_sampling_strategy="sequential", **options)
     return SFTTrainer(
-        model or tiny.model(layers=2), args=args, processing_class=tokenizer(template), peft_config=adapter(lora),
+        model or tiny.model(layers=2), args=args, processing_class=tokenizer(template),
+        peft_config=lora_config() if lora else None,
         train_dataset=one_by_one(conversations()) if data is None else data,
     )  # fmt: skip
 
@@ -119,10 +113,6 @@ def test_twenty_steps_beside_trl(strategy, tmp_path):
     found, _ = trained(expanded(tmp_path, data=data, max_steps=20, packing_strategy=strategy))
     assert len(found) == 20
     assert_trajectory(found, expected)
-    # What is allowed is what rounding does to TRL's own run on this processor, too: one turn in each micro-batch.
-    smaller = {"batch": 1, "gradient_accumulation_steps": 2 * TURNS}
-    regrouped, _ = trained(padded(tmp_path, data=one_by_one(data), max_steps=20, **smaller))
-    assert_trajectory(regrouped, expected)
     # The control: turns that are trained on the whole conversation, with the thoughts of no earlier turn in between.
     other, _ = trained(padded(tmp_path, data=one_by_one(data), template=None, max_steps=20))
     assert_another_run(other, expected)
@@ -175,19 +165,6 @@ def test_rows_that_begin_alike_share_without_turns(tmp_path):
     assert_trajectory(losses(shared), losses(plain))
     assert shared.state.log_history[0]["prefixes_shared"] > 0.5
     assert "prefixes_shared" not in plain.state.log_history[0]
-
-
-def test_what_draws_random_numbers_or_mixes_tokens_runs_by_itself(tmp_path, caplog):
-    caplog.set_level(logging.WARNING)
-    args = arguments(out=tmp_path, expand_turns=True, max_steps=1, lora_dropout=0.1)
-    trainer = packed_trainer(args, train_dataset=conversations(4), processing_class=tokenizer(), peft_config=None)
-    trainer.train()
-    assert "share no prefixes while" in caplog.text and trainer.state.log_history[0]["prefixes_shared"] == 0
-    caplog.clear()
-    trainer = expanded(tmp_path, model=small_model("mamba", num_hidden_layers=1), max_steps=1)
-    trainer.train()
-    assert "share no prefixes" in caplog.text and "Each row is computed separately" in caplog.text
-    assert trainer.state.log_history[0]["prefixes_shared"] == 0
 
 
 def test_streams_and_evaluation(tmp_path):
@@ -265,59 +242,38 @@ def test_packed_rows_share_with_the_collator_and_without():
     assert policy.shared == before + 20
 
 
-BAD = {
-    "packing=False": ({"expand_turns": True, "packing": False}, "expand_turns=True with packing=False"),
-    "sharing padded": ({"share_prefixes": True, "packing": False}, "share_prefixes=True with packing=False"),
-    "wrapped": ({"expand_turns": True, "packing_strategy": "wrapped"}, "lost its history"),
-    "assistant": ({"expand_turns": True, "assistant_only_loss": True}, "exactly its own assistant turn"),
-    "noise": ({"share_prefixes": True, "neftune_noise_alpha": 5.0}, "draws its own noise"),
-}
+FOREIGN = [{"from": "human", "value": "7"}, {"from": "gpt", "value": "8"}]
+REFUSED = {
+    "no conversations": (dataset(4), DROPS_THOUGHTS, "has no conversations in 'messages'"),
+    "no turn": (Dataset.from_list([{"messages": conversation(0)}, {"messages": conversation(1)[:1]}]), DROPS_THOUGHTS,
+                "conversation 1 has no assistant turn"),
+    "other roles": (Dataset.from_list([{"conversations": FOREIGN}] * 4), DROPS_THOUGHTS,
+                    r"its roles are human, gpt(.|\n)*'human' to 'user', 'gpt' to 'assistant'"),
+    "a history that changes": (None, "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS,
+                               r"conversation 0: .* before turn 1 in another way"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("options, told", BAD.values(), ids=BAD)
-def test_contradictions_are_refused(options, told, tmp_path):
-    with pytest.raises(InvalidConfig, match=told):
-        arguments(PackedSFTConfig, tmp_path, **options)
-
-
-def test_data_without_turns_is_refused(tmp_path):
-    with pytest.raises(InvalidDataset, match="has no conversations in 'messages'"):
-        expanded(tmp_path, data=dataset(4))
-    quiet = Dataset.from_list([{"messages": conversation(0)}, {"messages": conversation(1)[:1]}])
-    with pytest.raises(InvalidDataset, match="conversation 1 has no assistant turn"):
-        expanded(tmp_path, data=quiet)
+@pytest.mark.parametrize("case", REFUSED)
+def test_data_without_turns_of_their_own_is_refused(case, tmp_path):
+    data, template, message = REFUSED[case]
+    with pytest.raises(InvalidDataset, match=message):
+        expanded(tmp_path, data=data, template=template)
 
 
 @pytest.mark.parametrize("before", ["", "{{ 'system 1 </s> ' }}"], ids=["alone", "after a default"])
 def test_an_assistant_that_opens_the_conversation_trains_its_words(before):
     """transformers renders no empty history. The generation prompt is found in the rendered turn."""
     opening = [{"role": "assistant", "content": "8 9"}, *conversation(0, turns=1)]
+    data = Dataset.from_list([{"messages": opening}])
     expander = TurnExpander(tokenizer(before + DROPS_THOUGHTS), chat_template=None)
-    made = expander.expand(Dataset.from_list([{"messages": opening}]), name="train", num_proc=None)
+    made = expander.expand(data, name="train", num_proc=None)
     trained = [tokenizer().decode([token for token in labels if token != -100]) for labels in made["labels"]]
     assert trained[0] == "8 9 </s>" and len(trained) == 2 and trained[1].endswith("</s>")
-    silent = (
-        "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}{% if add_generation_prompt %}go {% endif %}"
-    )
+    silent = "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}"
+    expander = TurnExpander(tokenizer(silent + "{% if add_generation_prompt %}go {% endif %}"), chat_template=None)
     with pytest.raises(InvalidDataset, match="conversation 0: the chat template renders the messages before turn 0"):
-        TurnExpander(tokenizer(silent), chat_template=None).expand(
-            Dataset.from_list([{"messages": opening}]), name="train", num_proc=None
-        )
-
-
-def test_roles_of_another_format_are_named_with_the_remedy(tmp_path):
-    rows = [{"from": "human", "value": "7"}, {"from": "gpt", "value": "8"}]
-    data = Dataset.from_list([{"conversations": rows}] * 4)
-    with pytest.raises(
-        InvalidDataset, match=r"its roles are human, gpt(.|\n)*'human' to 'user', 'gpt' to 'assistant'"
-    ):
-        expanded(tmp_path, data=data)
-
-
-def test_a_template_whose_history_changes_is_refused(tmp_path):
-    counting = "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS
-    with pytest.raises(InvalidDataset, match=r"conversation 0: .* before turn 1 in another way"):
-        expanded(tmp_path, template=counting)
+        expander.expand(data, name="train", num_proc=None)
 
 
 def test_tools_and_template_arguments_reach_the_template():

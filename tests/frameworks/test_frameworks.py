@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from oracle import nll
 from tiny import LENGTHS, documents
 from tiny_models import small_model
 from tolerance import assert_another_run, assert_recomputed, assert_trajectory, differs
 from training import trained
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
@@ -31,10 +33,7 @@ def examples(**columns):
 
 def loss_alone(model):
     """The mean loss of every token but the documents' first, from documents alone."""
-    losses = []
-    for ids in documents():
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        losses.append(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+    losses = [nll(model(input_ids=ids[None], use_cache=False).logits[0], ids) for ids in documents()]
     return torch.stack(losses).sum() / (sum(LENGTHS) - len(LENGTHS))
 
 
@@ -145,6 +144,8 @@ class LlamaFactorysPlugin:
 
 
 def test_llama_factorys_plugin_patches_and_checks_its_model(monkeypatch):
+    with pytest.raises(VersionTooOld, match=r"needs LLaMA-Factory 0.9.5 or newer"):
+        llama_factory_plugin.register()
     places = {"plugins.model_plugins.kernels.interface": "KernelPlugin", "plugins.trainer_plugins.batching":
               "BatchingPlugin"}  # fmt: skip
     for place, name in places.items():
@@ -181,11 +182,6 @@ def test_llama_factorys_plugin_patches_and_checks_its_model(monkeypatch):
     assert cut[0]["cu_seq_lens_q"].tolist() == [0, 7, 8, 15, 22, 29]
 
 
-def test_llama_factory_that_is_too_old():
-    with pytest.raises(VersionTooOld, match=r"needs LLaMA-Factory 0.9.5 or newer"):
-        llama_factory_plugin.register()
-
-
 def train(tmp_path, model, collator, **options):
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=5, max_steps=6, logging_steps=1, learning_rate=1e-3, seed=0,
@@ -197,18 +193,11 @@ def train(tmp_path, model, collator, **options):
 
 
 def test_a_plain_trainer(tmp_path, caplog):
-    def pad(batch):
-        width = max(len(row["input_ids"]) for row in batch)
-        rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in batch]
-        pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        return {name: torch.tensor([row[name] + [pad] * (width - len(row[name])) for row in rows])
-                for name, pad in pads.items()}  # fmt: skip
-
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     with caplog.at_level(logging.INFO, "trl_packfa"):
         ours = train(tmp_path, small_model("gemma2"), flatten, callbacks=[PackfaCallback()])
     assert "exact" in caplog.text
-    padded = train(tmp_path, small_model("gemma2", attn_implementation="eager"), pad)
+    padded = train(tmp_path, small_model("gemma2", attn_implementation="eager"), DataCollatorForLanguageModeling(0))
     assert_trajectory(ours, padded)
     leaking = train(tmp_path, small_model("gemma2", attn_implementation="eager"), lambda rows: {
         name: value for name, value in flatten(rows).items() if name in ("input_ids", "labels")})  # fmt: skip

@@ -43,15 +43,12 @@ def test_divided_rows_and_layers_are_refused(tmp_path, monkeypatch, size, reason
         packed_trainer(args)
 
 
-def test_data_parallelism_is_no_division(tmp_path):
-    config = ParallelismConfig(dp_shard_size=2)
-    assert set(parallel_sizes(arguments(out=tmp_path, parallelism_config=config)).values()) == {1}
-
-
 @pytest.mark.parametrize("kwargs", [{"tp_size": 2}, {"distributed_config": {"tp_size": 2}}])
 def test_a_model_that_would_be_loaded_in_parts_is_refused(tmp_path, kwargs):
     with pytest.raises(InvalidConfig, match="tp_size=2 cannot be packed"):
         packed_trainer(arguments(out=tmp_path, model_init_kwargs=kwargs), model="never-loaded")
+    sharded = arguments(out=tmp_path, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert set(parallel_sizes(sharded).values()) == {1}, "data parallelism is no division"
 
 
 @pytest.mark.parametrize("size", ["tp_size", "ep_size", "pp_size"])
@@ -69,21 +66,16 @@ def under_deepspeed(out, config, *, stage=3, **options):
     return args
 
 
-@pytest.mark.parametrize(("stage", "config", "message"), [
-    (3, {"fp16": {"enabled": True}}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
-    (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
+@pytest.mark.parametrize(("stage", "config", "options", "message"), [
+    (3, {"fp16": {"enabled": True}}, {}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
+    # transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine.
+    (3, {"fp16": {"enabled": "auto"}}, {"fp16_full_eval": True}, "fp16 under DeepSpeed ZeRO-3 cannot be packed"),
+    (1, {"tensor_parallel": {"autotp_size": 2}}, {}, "tp_size=2 cannot be packed"),
 ])  # fmt: skip
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, strategy):
-    args = under_deepspeed(tmp_path, config, stage=stage, packing_strategy=strategy)
+def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, options, message, strategy):
+    args = under_deepspeed(tmp_path, config, stage=stage, packing_strategy=strategy, **options)
     with pytest.raises(InvalidConfig, match=message):
-        packed_trainer(args)
-
-
-def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
-    """transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine."""
-    args = under_deepspeed(tmp_path, {"fp16": {"enabled": "auto"}}, fp16_full_eval=True)
-    with pytest.raises(InvalidConfig, match="fp16 under DeepSpeed ZeRO-3 cannot be packed"):
         packed_trainer(args)
 
 
@@ -113,10 +105,7 @@ def refused_under(fsdp_plugin, model):
 def test_zero3_refuses_modules_that_run_by_document(kind, named):
     with pytest.raises(InvalidConfig, match=rf"ZeRO-3 cannot run {named}(.|\n)*ranks would use(.|\n)*ZeRO-2"):
         refused_under(None, small_model(kind))
-
-
-def test_zero3_takes_modules_that_run_once():
-    refused_under(None, tiny.model(layers=2))
+    refused_under(None, tiny.model(layers=2))  # whose modules run once
 
 
 def test_fsdp2_gathers_whole_layers(monkeypatch, tmp_path):
@@ -168,17 +157,13 @@ def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):
     assert len(told) > 3
 
 
-@pytest.fixture
-def offloaded(tmp_path):
-    """A model whose second layer lies on the disk."""
+def test_offloaded_models_are_exact_but_not_trained(tmp_path):
+    """The second layer lies on the disk."""
     tiny.model(layers=2).save_pretrained(tmp_path / "model")
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     options = {"device_map": places, "offload_folder": str(tmp_path / "disk")}
-    return load_checkpoint_and_dispatch(tiny.model(layers=2), tmp_path / "model", **options)
-
-
-def test_offloaded_models_are_exact_but_not_trained(tmp_path, offloaded):
+    offloaded = load_checkpoint_and_dispatch(tiny.model(layers=2), tmp_path / "model", **options)
     trl_packfa.patch(offloaded)
     assert trl_packfa.check(offloaded.requires_grad_(False)).is_exact
     with pytest.raises(InvalidConfig, match=r"offloaded weights(.|\n)*backward pass"):
@@ -241,14 +226,8 @@ def test_the_old_checkpoint_goes_only_after_the_new_one_is_whole(tmp_path):
     killed_before_its_report(packed_trainer(arguments(out=tmp_path, max_steps=2, **options)))
     assert (tmp_path / "checkpoint-2").exists()
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
-
-
-def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "check_packing": False}
-    packed_trainer(arguments(out=tmp_path, **options)).train()
-    assert last_whole_checkpoint(tmp_path) is not None
-    killed_before_its_report(packed_trainer(arguments(out=tmp_path, **options)))
-    assert last_whole_checkpoint(tmp_path) is None
+    killed_before_its_report(packed_trainer(arguments(out=tmp_path, max_steps=1, **options)))
+    assert last_whole_checkpoint(tmp_path) is None, "while it is written again"
 
 
 def test_rotation_keeps_what_it_should(tmp_path):
@@ -270,15 +249,11 @@ def test_a_model_by_name_is_loaded_onto_one_of_several_gpus():
         assert init_kwargs(there)["device_map"] == "auto"
 
 
-def test_visible_gpus_of_one_process_are_no_data_parallel():
-    args = arguments(per_device_train_batch_size=3)
+def test_other_gpus_of_one_process_stay_idle_which_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    args = arguments(disable_tqdm=False, per_device_train_batch_size=3)
     args._n_gpu = 4
     assert args.n_gpu == 1 and args.train_batch_size == 3
-
-
-def test_gpus_that_stay_idle_are_told(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    args = arguments(disable_tqdm=False)
     _tell_idle_gpus(args)
     assert "one of 4 visible GPUs. `accelerate launch`" in capsys.readouterr().err
     args.model_init_kwargs = {"device_map": "auto"}

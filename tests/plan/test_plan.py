@@ -2,38 +2,26 @@
 
 import io
 import re
-from functools import partial
 
 import numpy as np
 import pytest
 import tiny
-import torch
 from datasets import Dataset
-from operations import kept_bytes
 from plans import UNEVEN, made
 from rich.console import Console
 from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
+from trl_packfa import packing
 from trl_packfa.data import epoch_plan
 from trl_packfa.data.batching import Batching
 from trl_packfa.data.epoch_plan import plan_epoch
-from trl_packfa.packing import (
-    BFD,
-    MINIBATCH,
-    PADDED,
-    STEP,
-    STRATEGIES,
-    WRAPPED,
-    TrainedTokens,
-    fewest_micro_batches,
-    plan_overflow,
-)
+from trl_packfa.packing import BFD, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, TrainedTokens, plan_overflow
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, print_tables, tables
-from trl_packfa.trainers.sft.memory import estimate, layer_bytes
+from trl_packfa.trainers.sft.memory import estimate
 
 pytest.importorskip("matplotlib")
 
@@ -53,7 +41,7 @@ def brute_force(lengths, size, accumulation, world, strategy, budget):
     steps = [rounds[i : i + accumulation] for i in range(0, len(rounds), accumulation)]
     if strategy == STEP:
         flat = [[n for round_ in step for batch in round_ for n in batch] for step in steps]
-        needed = [-(-fewest_micro_batches(np.array(step), budget) // world) for step in flat]
+        needed = [-(-packing.fewest_micro_batches(np.array(step), budget) // world) for step in flat]
         return len(steps), sum(needed), 0
     pads = sum(max(batch) * len(batch) - sum(batch) for batch in batches) if strategy == PADDED else 0
     return len(steps), len(rounds), pads
@@ -115,26 +103,20 @@ def test_order_and_dropping_follow_the_arguments():
     assert (dropped.documents, dropped.steps) == (48, 6)
 
 
-def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
-    lengths = np.array(UNEVEN * 8)
-    sampled = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    monkeypatch.setattr("trl_packfa.data.epoch_plan._SAMPLED", 10_000)
-    whole = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
-    assert_estimate(sampled.micro_batches, whole.micro_batches)
-    assert_estimate(sampled.cost, whole.cost)
-
-
 @pytest.mark.parametrize("strategy", [PADDED, MINIBATCH, STEP])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_large_datasets_are_drawn_in_part_and_near_the_whole(monkeypatch, strategy, drop_last):
-    lengths, batching = np.array(UNEVEN * 20 + [3]), Batching(strategy, 2, 4, world_size=2, drop_last=drop_last)
-    whole = plan_epoch(lengths, batching)
+def test_a_part_of_a_large_dataset_and_of_a_long_epoch_is_near_the_whole(monkeypatch, strategy, drop_last):
+    lengths = np.array(UNEVEN * 20 + [3])
+    batching = Batching(strategy, 2, 4, world_size=2, drop_last=drop_last, quadratic=1e-3)
+    sampled = plan_epoch(lengths, batching)
+    with monkeypatch.context() as patched:
+        patched.setattr(epoch_plan, "_SAMPLED", 10_000)
+        whole = plan_epoch(lengths, batching)
     monkeypatch.setattr(epoch_plan, "_DRAWN", len(lengths) // 4)
-    part = plan_epoch(lengths, batching)
-    assert (part.steps, part.documents) == (whole.steps, whole.documents)
-    for name in ("tokens", "rows", "micro_batches", "cost"):
-        assert_estimate(getattr(part, name), getattr(whole, name))
+    for part in (sampled, plan_epoch(lengths, batching)):
+        assert (part.steps, part.documents) == (whole.steps, whole.documents)
+        for name in ("tokens", "rows", "micro_batches", "cost"):
+            assert_estimate(getattr(part, name), getattr(whole, name))
 
 
 def test_equal_lengths_gain_nothing(tmp_path):
@@ -145,9 +127,9 @@ def test_equal_lengths_gain_nothing(tmp_path):
 
 @pytest.mark.parametrize("strategy", [PADDED, *STRATEGIES.values()])
 def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
-    packing = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy.name}
+    asked = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy.name}
     args = arguments(
-        out=tmp_path, **packing, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        out=tmp_path, **asked, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
         max_steps=-1, num_train_epochs=1, check_packing=False,
     )  # fmt: skip
     trainer = packed_trainer(args, train_dataset=small_dataset(41))
@@ -161,7 +143,8 @@ def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
         assert plan.chosen.report == trainer.packing_reports["train"]
         assert trainer.packing_plan["steps_per_epoch"] == epoch.steps
         assert trainer.packing_plan["examples_per_step"] == epoch.examples_per_step
-        assert {"fill": epoch.fill}.items() <= trainer.packing_plan.items() or not strategy.fills_rows
+        rows = {"fill": epoch.fill, "documents_per_row": len(trainer.train_dataset) / epoch.rows}
+        assert not strategy.fills_rows or rows.items() <= trainer.packing_plan.items()
     else:
         assert epoch.documents == len(trainer.train_dataset)
 
@@ -184,15 +167,6 @@ def test_documents_are_tokenized_and_labelled_as_the_trainer_does(tmp_path, name
     assert (report.trained_tokens < report.packed_tokens - report.packed_documents) != trains_all
 
 
-def test_runs_of_trained_tokens_count_as_masks_do():
-    rng = np.random.default_rng(0)
-    for share in (0.0, 0.1, 0.5, 1.0):
-        mask = rng.random(500) < share
-        runs = TrainedTokens.from_masks(np.split(mask, [0, 7, 7, 200, 499]))
-        positions = rng.integers(0, 501, 300)
-        assert runs.before(positions).tolist() == [int(mask[:p].sum()) for p in positions]
-
-
 def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, saved):
     args = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], lora_r=8)
     shape = read_shape(args)
@@ -207,18 +181,6 @@ def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, save
     assert memory.optimizer == 2 * memory.gradients == 2 * memory.weights and memory.adapter == 0
     quantized = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], load_in_4bit=True)
     assert estimate(read_shape(quantized), quantized, 100).weights < estimate(shape, args, 100).weights
-
-
-def test_a_layer_keeps_what_is_estimated(tmp_path, saved):
-    """On a wide layer, where what grows with the number of heads and with the rotation does not matter."""
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kept = {}
-    for layers in (1, 3):
-        model, tokens = tiny.model(layers=layers, attention_bias=False, **sizes).train(), 64
-        kept[layers] = kept_bytes(model, partial(model.model, input_ids=torch.arange(tokens)[None] % 90))
-    model.config.save_pretrained(tmp_path / "wide")
-    shape = read_shape(arguments(out=tmp_path, model_name_or_path=str(tmp_path / "wide")))
-    assert_estimate(layer_bytes(shape, 4), (kept[3] - kept[1]) / 2 / tokens)
 
 
 def test_advice_warns_of_fewer_steps_with_the_figures(tmp_path):

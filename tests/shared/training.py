@@ -79,6 +79,20 @@ def built_trainers(monkeypatch):
     return built
 
 
+def slow_down(monkeypatch, cls, clock, **seconds):
+    """Let methods of a class move a clock, a list of one number, by so many seconds each."""
+
+    def slowed(own, duration):
+        def run(*args, **kwargs):
+            clock[0] += duration
+            return own(*args, **kwargs)
+
+        return run
+
+    for name, duration in seconds.items():
+        monkeypatch.setattr(cls, name, slowed(getattr(cls, name), duration))
+
+
 class AfterEachStep(TrainerCallback):
     """Callback that does something at the end of each step."""
 

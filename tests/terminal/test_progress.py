@@ -85,23 +85,23 @@ def test_evaluations_by_name(tmp_path):
 def test_the_first_and_the_last_step_are_always_logged(steps, every, at, tmp_path):
     text, trainer = shown(tmp_path, max_steps=steps, logging_steps=every)
     assert [int(step) for step in re.findall(rf"step (\d+)/{steps}  loss", text)] == at
+    assert "loss" not in shown(tmp_path, logging_strategy="no", max_steps=1)[0]
     accuracies = logged(trainer, "mean_token_accuracy")
     assert list(logged(trainer, "loss")) == at == list(accuracies), "with all that is logged of a step"
 
 
-def test_no_logging_is_respected(tmp_path):
-    assert "loss" not in shown(tmp_path, logging_strategy="no")[0]
-
-
-def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
+def test_the_tokens_per_second_and_the_time_left_are_those_of_the_run_after_a_resume_too(tmp_path):
     """Not those of before, in the time of the first step, nor with an evaluation in it."""
     saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     shown(tmp_path, max_steps=2, **saving)
     evaluating = {"eval_strategy": "steps", "eval_steps": 1, "evaluation": dataset(8)}
     text, trainer = shown(tmp_path, resumed=True, max_steps=4, **evaluating, **saving)
+    lines = [line for line in text.splitlines() if "tokens/s" in line]
     speeds = logged(trainer, "tokens_per_second")
-    for step in (3, 4):
-        assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s", text)
+    assert len(lines) == 2
+    for step, line in zip((3, 4), lines, strict=True):
+        assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s  0:00:0.* to go$", line)
+    assert lines[-1].endswith("0:00:00 to go")
 
 
 def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch):

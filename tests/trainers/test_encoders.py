@@ -1,6 +1,7 @@
 """Encoders without padding in transformers' `Trainer` and in sentence-transformers: the padded run's losses."""
 
 import os
+from functools import partial
 
 import pytest
 import tiny
@@ -43,25 +44,10 @@ def both(build):
     return *logs, trainer
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_a_classifier_trains_as_padded(model_type, tmp_path):
-    tokenizer = tiny.tokenizer()
-    rows = [{**tokenizer(text), "labels": i % 2} for i, text in enumerate(texts(0))]
-
-    def build():
-        model, args = small_encoder(model_type, "SequenceClassification"), TrainingArguments(str(tmp_path), **COMMON)
-        collator = transformers.DataCollatorWithPadding(tokenizer)
-        return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
-
-    padded, free, trainer = both(build)
-    assert_same(free, padded)
-    first = trainer.trl_packfa_padding_free.first_calls["model"]
-    assert first.difference <= first.allowed
-
-
 @pytest.fixture
 def saved(tmp_path):
     """Save small encoders of a type with a tokenizer, as a user's folder, and return the folder."""
+    pytest.importorskip("sentence_transformers")
 
     def save(model_type, head):
         folder = tmp_path / f"{model_type}-{head}"
@@ -82,6 +68,7 @@ def without_dropout(model):
 
 
 def sentence_transformer(folder, pooling="mean", *, width=32, **options):
+    pytest.importorskip("sentence_transformers")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -114,7 +101,6 @@ def losses():
 @pytest.mark.parametrize("loss", ["ranking", "cached", *in_full("matryoshka"), *exhaustive("cosine")])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
-    pytest.importorskip("sentence_transformers")
     columns = {"anchor": texts(1), "positive": texts(2)}
     if loss == "cosine":
         columns["score"] = [i % 5 / 4 for i in range(64)]
@@ -130,7 +116,6 @@ def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["bert", *in_full("modernbert", "mpnet")])
 def test_cross_encoders_train_as_padded(model_type, saved, tmp_path):
-    pytest.importorskip("sentence_transformers")
     from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
@@ -147,31 +132,22 @@ def test_cross_encoders_train_as_padded(model_type, saved, tmp_path):
     assert_same(free, padded)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_encode_gives_the_same_embeddings(model_type, saved):
-    pytest.importorskip("sentence_transformers")
-    model = sentence_transformer(saved(model_type, "MaskedLM"))
+@pytest.mark.parametrize("model_type", [*TYPES, "decoder"])
+def test_encode_gives_the_same_embeddings(model_type, saved, tmp_path):
+    """The decoder is a causal model under a pooling head, such as Qwen3's embedding models."""
+    if model_type == "decoder":
+        tiny.model(layers=2).save_pretrained(tmp_path)
+        tiny.save_tokenizer(tmp_path)
+        model = sentence_transformer(str(tmp_path), "lasttoken", width=64)
+    else:
+        model = sentence_transformer(saved(model_type, "MaskedLM"))
     expected = model.encode(texts(3), convert_to_tensor=True, batch_size=16)
     assert trl_packfa.patch(model, unpad=True) is model
     found = model.encode(texts(3), convert_to_tensor=True, batch_size=16)
-    unpadding = find_state(model).unpadding
-    assert unpadding.calls == 4
+    assert find_state(model).unpadding.calls == 4
     assert_regrouped(found, expected)
     trl_packfa.unpatch(model)
     assert torch.equal(model.encode(texts(3), convert_to_tensor=True, batch_size=16), expected)
-
-
-def test_a_decoder_embeds_without_pads(tmp_path):
-    """A causal model under a pooling head, such as Qwen3's embedding models."""
-    pytest.importorskip("sentence_transformers")
-    tiny.model(layers=2).save_pretrained(tmp_path)
-    tiny.save_tokenizer(tmp_path)
-    model = sentence_transformer(str(tmp_path), "lasttoken", width=64)
-    expected = model.encode(texts(3), convert_to_tensor=True)
-    trl_packfa.patch(model, unpad=True)
-    found = model.encode(texts(3), convert_to_tensor=True)
-    assert find_state(model).unpadding.calls > 0
-    assert_regrouped(found, expected)
 
 
 def evaluators():
@@ -191,7 +167,6 @@ def evaluators():
 @pytest.mark.parametrize("model_type", ["modernbert", *in_full("bert", "mpnet")])
 def test_prompts_and_evaluators_give_the_padded_numbers(model_type, saved, tmp_path):
     """Prompts are part of the texts, and pooling may leave them out."""
-    pytest.importorskip("sentence_transformers")
     folder, numbers = saved(model_type, "MaskedLM"), []
     for free in (False, True):
         trainer = embedding_trainer(
@@ -208,7 +183,6 @@ def test_prompts_and_evaluators_give_the_padded_numbers(model_type, saved, tmp_p
 
 def test_embedding_gemma_trains_as_padded(tmp_path):
     """A decoder's stack whose tokens see each other in both directions, some through windows on both sides."""
-    pytest.importorskip("sentence_transformers")
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -226,6 +200,13 @@ def test_embedding_gemma_trains_as_padded(tmp_path):
 
 def token_ids():
     return [dict(tiny.tokenizer()(text)) for text in texts(0, 32)]
+
+
+def classifier(args, model_type="bert"):
+    rows = [{**tiny.tokenizer()(text), "labels": i % 2} for i, text in enumerate(texts(0))]
+    model = small_encoder(model_type, "SequenceClassification")
+    collator = transformers.DataCollatorWithPadding(tiny.tokenizer())
+    return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
 
 
 def masked_lm(args):
@@ -246,33 +227,19 @@ def multiple_choice(args):
     return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
 
 
-@pytest.mark.parametrize("task", [masked_lm, multiple_choice])
-def test_other_heads_train_as_padded(task, tmp_path):
-    padded, free, _ = both(lambda: task(TrainingArguments(str(tmp_path), **COMMON)))
+CLASSIFIERS = [partial(classifier, model_type=model_type) for model_type in ("modernbert", "mpnet", "roberta")]
+
+
+@pytest.mark.parametrize("task", [classifier, masked_lm, multiple_choice, *in_full(*CLASSIFIERS)])
+def test_a_task_trains_as_padded(task, tmp_path):
+    padded, free, trainer = both(lambda: task(TrainingArguments(str(tmp_path), **COMMON)))
     assert_same(free, padded)
-
-
-@pytest.mark.parametrize("model_type", ["bert", *in_full("modernbert", "t5")])
-def test_question_answering_trains_and_evaluates_as_padded(model_type, tmp_path, caplog):
-    """Its loss reads the logits at pads, so it runs with them, and the log says so."""
-    rows = [{**row, "start_positions": 0, "end_positions": len(row["input_ids"]) - 1} for row in token_ids()]
-    logs = []
-    for free in (False, True):
-        model, args = small_encoder(model_type, "QuestionAnswering"), TrainingArguments(str(tmp_path), **COMMON)
-        data, few = Dataset.from_list(rows), Dataset.from_list(rows[:12])
-        collator = transformers.DataCollatorWithPadding(tiny.tokenizer())
-        trainer = Trainer(model, args, train_dataset=data, eval_dataset=few, data_collator=collator)
-        logs.append(train(trl_packfa.padding_free(trainer) if free else trainer))
-        logs[-1].append({"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0})
-    padded, ours = ([(entry["loss"], entry["grad_norm"]) for entry in log] for log in logs)
-    assert ours == padded and "with start_positions run with their pads" in caplog.text
-    found = trainer.predict(Dataset.from_list(token_ids()[:8]))
-    assert find_state(trainer.model).unpadding.calls > 0 and found.predictions[0].shape[0] == 8
+    first = trainer.trl_packfa_padding_free.first_calls["model"]
+    assert first.difference <= first.allowed
 
 
 def test_sparse_embeddings_train_as_padded_and_are_saved(saved, tmp_path):
     """Sparse embeddings (SPLADE) pool the logits of a masked LM."""
-    pytest.importorskip("sentence_transformers")
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import vision
+from datasets import Dataset
 from image_runs import build_preference, mix_images_up
 from selection import exhaustive
 from tolerance import CONTROL
 from trl_trainers import OF_MICRO_BATCHES, beyond, train
 
 from trl_packfa.data.image_examples import Merging
-from trl_packfa.errors import InvalidConfig
+from trl_packfa.errors import InvalidConfig, InvalidDataset
 
 APO = {"loss_type": "apo_zero_unpaired"}
 LORA = ["q_proj", "v_proj"]
@@ -37,6 +38,10 @@ def test_recut_steps_train_as_padded(kind, family, lora, tmp_path):
     expected, logs, trainer = both(kind, tmp_path, family, lora=lora, **options)
     assert not beyond(expected, logs, besides=OF_MICRO_BATCHES[kind.lower()])
     assert trainer.cut_reason == "" and min(entry["micro_batches"] for entry in logs) < 6
+    assert max(entry["padding_saved"] for entry in logs) > 0.05
+    assert kind == "KTO" or [*trainer._cutter._collator.collator.is_equal.values()] == [True], "joined as TRL joins"
+    compared = trainer.trl_packfa_padding_free.first_calls
+    assert compared.keys() == ({"model"} if lora else {"model", "ref_model"})
     report = trainer.packing_reports["train"]
     assert report.documents == 12 * len(logs)
     assert 0 < report.image_tokens < report.tokens and 0 < report.trained_tokens < report.tokens
@@ -75,22 +80,26 @@ def test_control_images_of_another_pair_train_something_else(tmp_path, monkeypat
     assert {"loss", "grad_norm"} <= beyond(expected, logs, times=CONTROL).keys()
 
 
-def test_a_batch_of_pairs_is_joined_as_trl_joins_it(tmp_path):
-    """First all chosen rows, then all rejected ones; a value that has no part for each row is not joined."""
-    trainer = build_preference("DPO", tmp_path, "qwen3_vl")
-    train(trainer)
-    assert [*trainer._cutter._collator.collator.is_equal.values()] == [True]
+def test_losses_of_a_whole_micro_batch_are_not_cut(tmp_path):
+    """KTO's KL, too; NEFTune's noise is no obstacle without images."""
+    options = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    expected, logs, trainer = both("KTO", tmp_path, **options)
+    assert not beyond(expected, logs) and "estimates the KL over the rows" in trainer.cut_reason
+    assert max(entry["padding_saved"] for entry in logs) > 0.05
+    noise = {"neftune_noise_alpha": 5.0}
+    assert "NEFTune's noise depends on the padded row" in build_preference("DPO", tmp_path, **noise).cut_reason
+    with pytest.raises(InvalidConfig, match="has no effect"):
+        build_preference("DPO", tmp_path, max_tokens_per_microbatch=99, **noise)
+
+
+def test_what_images_do_not_have_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="overflow='drop' with images"):
+        build_preference("DPO", tmp_path, overflow="drop")
+    broken = [{**row, "images": None if i == 3 else row["images"]} for i, row in enumerate(vision.uneven_pairs(6))]
+    with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):
+        build_preference("DPO", tmp_path, data=Dataset.from_list(broken))
+
+
+def test_batches_without_a_part_for_each_row_are_not_joined():
     odd = {"input_ids": torch.ones(2, 3, dtype=torch.long), "sizes": torch.ones(3, 2)}
     assert Merging(dict, 0, rows=2)._merged([odd, odd]) is None
-
-
-@pytest.mark.parametrize(("kind", "options", "why"), [
-    ("DPO", {"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on the padded row"),
-    ("DPO", {"loss_type": ["aot"]}, "sorts the log-ratios of a micro-batch"),
-    ("KTO", {}, "estimates the KL over the rows"),
-])  # fmt: skip
-def test_losses_of_a_whole_micro_batch_are_not_cut(kind, options, why, tmp_path):
-    trainer = build_preference(kind, tmp_path, **options)
-    assert why in trainer.cut_reason
-    with pytest.raises(InvalidConfig, match="has no effect"):
-        build_preference(kind, tmp_path, max_tokens_per_microbatch=99, **options)

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-import trl
 import vision
 from image_runs import build, differing, mix_images_up
 from selection import in_full
 from tolerance import CONTROL, assert_rounding
 from torch import nn
-from training import arguments
 from trl_trainers import train
 
-import trl_packfa
 from trl_packfa.data.image_examples import ImageWeights
 from trl_packfa.data.steps import micro_batches_of
 from trl_packfa.errors import ContaminationError, InvalidConfig
@@ -185,11 +182,3 @@ def test_what_has_no_effect_on_images_is_refused(tmp_path):
     for name, value in (("overflow", "drop"), ("loss_by", "source")):
         with pytest.raises(InvalidConfig, match=f"{name}='{value}' has no effect on images"):
             build(tmp_path, **{name: value})
-
-
-def test_the_default_is_step(tmp_path):
-    for config in (trl_packfa.PackedSFTConfig, trl.SFTConfig):
-        (model, processor), args = vision.family("llava"), arguments(config, tmp_path, max_length=None)
-        given = {"train_dataset": vision.uneven(), "processing_class": processor}
-        trainer = trl_packfa.PackedSFTTrainer(model, args=args, **given)
-        assert isinstance(trainer._cutter, ImageCutter)

@@ -14,8 +14,9 @@ from training import arguments
 from trl_trainers import beyond, run, train
 
 import trl_packfa
-from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
+from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.patching.state import find_state
+from trl_packfa.trainers.sft.images import ImageCutter
 
 # `IMAGE_STEPS=50` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
@@ -89,7 +90,7 @@ def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
-        assert isinstance(trainer.model, PeftModel)
+        assert isinstance(trainer.model, PeftModel) and isinstance(trainer._cutter, ImageCutter)
         assert [r.message for r in caplog.records if "adds a LoRA adapter" in r.message]
         free = packed(tmp_path, config, padding_free=True)  # TRL's own refuses images
         assert max(entry["padding_saved"] for entry in train(free)) > 0.05
@@ -129,45 +130,3 @@ def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_pa
     trainer = packed(tmp_path, trl.SFTConfig)
     assert find_state(trainer.model) is None and not isinstance(trainer.model, PeftModel)
     assert "padding_saved" not in train(trainer)[0]
-
-
-def answers():
-    """Return good and bad answers about an image, one each."""
-    return Dataset.from_list([
-        {"image": row["image"], "prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
-        for row in pairs() for which in ("chosen", "rejected")
-    ])  # fmt: skip
-
-
-def build_preference(kind, out, *, packed=True, data=None, **options):
-    trainer, config, ours = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), {}
-    if packed:
-        trainer, config = (getattr(trl_packfa, f"Packed{kind}{what}") for what in ("Trainer", "Config"))
-        ours = {"use_peft": False}
-    options = {"max_length": None, "max_steps": STEPS, "remove_unused_columns": False, **IN_FULL, **ours, **options}
-    reference = {} if kind == "Reward" else {"ref_model": vision.model()}
-    return trainer(
-        vision.model(), args=arguments(config, out, **options), processing_class=vision.processor(),
-        train_dataset=data or (pairs() if kind != "KTO" else answers()), **reference,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["DPO", *in_full("KTO")])
-def test_packed_preference_trainers_train_as_padded(kind, tmp_path):
-    expected = train(build_preference(kind, tmp_path, packed=False))
-    trainer = build_preference(kind, tmp_path)
-    logs = train(trainer)
-    assert not beyond(expected, logs)
-    assert bool(trainer.cut_reason) == (kind == "KTO")  # its KL is a whole micro-batch's
-    assert max(entry["padding_saved"] for entry in logs) > 0.05
-    assert trainer.trl_packfa_padding_free.first_calls.keys() == {"model", "ref_model"}
-
-
-def test_packed_preference_trainers_refuse_what_images_do_not_have(tmp_path):
-    with pytest.raises(InvalidDataset, match="column 'image', and PackedRewardTrainer takes no images"):
-        build_preference("Reward", tmp_path, use_peft=True)
-    with pytest.raises(InvalidConfig, match="overflow='drop' with images"):
-        build_preference("DPO", tmp_path, overflow="drop")
-    broken = Dataset.from_list([{**row, "image": None if i == 3 else row["image"]} for i, row in enumerate(pairs())])
-    with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):
-        build_preference("DPO", tmp_path, data=broken)

@@ -1,27 +1,27 @@
-"""What of a batch enters a loss besides its tokens: the padded run's, or refused."""
+"""What of a batch enters a loss besides its tokens: the padded run's, or refused; what an example counts."""
 
 from functools import partial
 
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from selection import in_full
 from tiny_models import small_model
-from tolerance import assert_another_run, assert_trajectory, assert_weights
+from tolerance import assert_another_run, assert_float32, assert_trajectory, assert_weights
 from torch.utils.data import DataLoader
 from training import arguments, batches_of, dataset, losses, packed_trainer
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
-from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
+from trl_packfa import DataCollatorForPacking, PackedSFTTrainer
 from trl_packfa.data.batching import FREE, KEPT, TOGETHER
+from trl_packfa.data.collator import SOURCES
 from trl_packfa.data.step_cutting import Origins, how_to_cut
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.patching.neftune import EmbeddingNoise
 from trl_packfa.patching.state import find_state
 from trl_packfa.trainers.sft import loss_terms
+from trl_packfa.trainers.sft.loss_terms import count_examples, example_weights
 
 PLAIN = {
     "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0, "lr_scheduler_type": "constant",
@@ -278,76 +278,6 @@ def test_a_users_loss_of_rows_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path, loss_weighting="example"), compute_loss_func=by_tokens)
 
 
-def loudest(trainer):
-    """By row of a training run, the ids that are no padding and the largest noise of each."""
-    table, found = trainer.model.get_input_embeddings(), []
-
-    def watch(module, inputs, output):
-        noise = (output - module.weight[inputs[0]]).detach().abs().amax(dim=-1)
-        found.extend((ids[ids != 0], row[ids != 0]) for ids, row in zip(inputs[0], noise, strict=True))
-
-    class Watching(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):  # after the callback that sets the hook that makes the noise
-            table.register_forward_hook(watch)
-
-    trainer.add_callback(Watching())
-    trainer.train()
-    return found
-
-
-def noisy(cls, config, tmp_path, **options):
-    args = arguments(config, tmp_path, neftune_noise_alpha=50.0, gradient_accumulation_steps=4, max_steps=2,
-                     per_device_train_batch_size=4, pad_to_multiple_of=16, **options)  # fmt: skip
-    return cls(tiny.model(layers=1), args, train_dataset=dataset(), processing_class=tiny.tokenizer())
-
-
-def ratios_of_noise(tmp_path, strategy):
-    """By document, the largest noise of a packed run over that of the padded run."""
-    padded = {tuple(ids.tolist()): noise.max() for ids, noise in loudest(noisy(SFTTrainer, SFTConfig, tmp_path))}
-    options = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
-    trainer = noisy(PackedSFTTrainer, PackedSFTConfig, tmp_path, **options)
-    batches, ratios = batches_of(trainer), []
-    rows = loudest(trainer)
-    for batch, (ids, noise) in zip(batches, rows, strict=False):
-        layout = batch["packed_layout"]
-        sizes = layout.lengths[: -1 if layout.padding else None]
-        documents = zip(ids.split(sizes), noise.split(sizes), strict=True)
-        ratios += [float(loud.max() / padded[tuple(one.tolist())]) for one, loud in documents]
-    assert len(ratios) == len(padded) == 32
-    return ratios
-
-
-@pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_neftunes_noise_is_as_loud_as_in_the_padded_run(tmp_path, strategy):
-    """The largest of some hundred uniform draws is within a few per cent of their bound."""
-    assert max(abs(ratio - 1) for ratio in ratios_of_noise(tmp_path, strategy)) < 0.1
-
-
-def test_negative_control_transformers_noise_is_softer_in_packed_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(PackedSFTTrainer, "_add_noise", lambda self: None)
-    assert max(ratios_of_noise(tmp_path, "step")) < 0.9
-
-
-def test_the_noise_of_each_token_follows_its_padded_row():
-    noise, embedding = EmbeddingNoise(8.0), torch.nn.Embedding(9, 4096)
-    embedding.register_forward_hook(noise)
-    torch.nn.init.zeros_(embedding.weight)
-    ids = torch.ones((1, 3), dtype=torch.long)
-    noise.lengths = torch.tensor([[4, 16, 64]])
-    widest = embedding(ids).abs().amax(-1)
-    bound = 8.0 / (noise.lengths * 4096).sqrt()
-    assert bool((widest <= bound).all()) and bool((widest > 0.99 * bound).all())
-    noise.lengths = None
-    bound = torch.tensor(8.0 / (3 * 4096) ** 0.5)  # as transformers has it
-    assert 0.99 * bound < embedding(ids).abs().amax() <= bound
-    assert torch.equal(embedding.eval()(ids), torch.zeros(1, 3, 4096))
-
-
-def test_neftune_where_a_backbone_runs_by_document_is_refused(tmp_path):
-    with pytest.raises(UnsupportedModel, match="neftune_noise_alpha with model type 'roformer'"):
-        packed_trainer(arguments(out=tmp_path, neftune_noise_alpha=5.0), model=small_model("roformer"))
-
-
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
     for options in (None, {"fused_kernels": False}):
@@ -355,7 +285,7 @@ def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
         names = [name for name, _ in model.named_parameters()]
         before = None if options is None else find_state(trl_packfa.patch(model, **options))
         if is_asked:
-            with pytest.raises(UnsupportedModel, match="neftune_noise_alpha"):
+            with pytest.raises(UnsupportedModel, match="neftune_noise_alpha with model type 'roformer'"):
                 packed_trainer(arguments(out=tmp_path, neftune_noise_alpha=5.0, use_peft=True), model=model)
         else:
             plain = SFTConfig(str(tmp_path), neftune_noise_alpha=5.0, report_to="none", use_cpu=True)
@@ -366,10 +296,91 @@ def test_late_refusal_leaves_the_model_patched_as_it_was(tmp_path, is_asked):
         assert find_state(model) is before and [name for name, _ in model.named_parameters()] == names
 
 
-def test_a_foreign_collators_batch_is_a_padded_micro_batch_too():
-    ours = DataCollatorForPacking()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    expected = Origins.of_whole(ours)
-    assert expected == Origins(sizes=(3, 2), groups=(0, 0), tokens=(5,), longest=(3,))
-    del ours["packed_layout"]
-    assert Origins.of_whole(ours) == expected
+OPTIONS = {
+    "use_peft": False, "optim": "sgd", "learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0,
+    "train_sampling_strategy": "sequential", "completion_only_loss": True,
+}  # fmt: skip
+
+
+def own_loss(model, example):
+    ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"])
+    return torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], ignore_index=-100)
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["by step", "by micro-batch"])
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_every_example_counts_the_same(tmp_path, strategy, counts):
+    """Losses of SGD steps over single examples with gradient accumulation, unpacked and by hand."""
+    args = arguments(out=tmp_path, packing_strategy=strategy, loss_weighting="example", gradient_accumulation_steps=2,
+                     max_steps=4, **OPTIONS)  # fmt: skip
+    trained = tiny.model(layers=2)
+    trained.accepts_loss_kwargs = counts  # without, as in Gemma 4, TRL takes the mean of each micro-batch
+    trainer = packed_trainer(args, model=trained, peft_config=None)
+    model, examples = tiny.model(layers=2), list(trainer.train_dataset)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = examples[8 * step : 8 * (step + 1)]
+        loss = sum(own_loss(model, example) / len(batch) for example in batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    trainer.train()
+    assert_trajectory(losses(trainer), expected)
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert_float32(ours, theirs)
+
+
+def test_negative_control_tokens_weigh_otherwise(tmp_path):
+    runs = []
+    for weighting in ("token", "example"):
+        args = arguments(out=tmp_path, loss_weighting=weighting, max_steps=2, **OPTIONS)
+        runs.append(packed_trainer(args, model=tiny.model(layers=2), peft_config=None))
+        runs[-1].train()
+    assert_another_run(losses(runs[0])[:1], losses(runs[1])[:1])
+
+
+def test_weights_of_packed_and_padded_examples():
+    examples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5]}, {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
+    batch = DataCollatorForPacking(pad_to_multiple_of=8)(examples)
+    assert count_examples(batch) == 2
+    weights = example_weights(batch)
+    trained = batch["labels"][:, 1:] != -100
+    assert torch.equal(weights[trained], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    padded = {"labels": torch.tensor([[5, 6, -100], [-100, 6, 7]])}
+    assert torch.equal(example_weights(padded)[padded["labels"][:, 1:] != -100], torch.tensor([1.0, 0.5, 0.5]))
+    assert count_examples(padded) == 2
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_each_sources_loss_is_logged(tmp_path, strategy):
+    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=96, loss_by="source", max_steps=1, **OPTIONS)
+    trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
+    model = tiny.model(layers=2)  # a copy of the trainer's would share TRL's forward with it
+    batches, sums = batches_of(trainer), {}
+    trainer.train()
+    for batch in batches:
+        split = batch["packed_layout"].split
+        for source, ids, labels in zip(batch[SOURCES], split(batch["input_ids"]), split(batch["labels"]), strict=True):
+            logits = model(input_ids=ids[None]).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            total = sums.setdefault(source, [0.0, 0])
+            total[0], total[1] = total[0] + float(loss), total[1] + int((labels[1:] != -100).sum())
+    logged = trainer.state.log_history[0]
+    names = sorted(sums)
+    assert len(names) > 1
+    assert_trajectory([[logged[f"loss/{n}"] for n in names]], [[sums[n][0] / sums[n][1] for n in names]])
+
+
+@pytest.mark.parametrize("strategy", ["step", "bfd"])
+def test_sources_of_a_stream_are_logged(tmp_path, strategy):
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    args = arguments(out=tmp_path, loss_by="source", packing_strategy=strategy, max_length=96, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=stream)
+    trainer.train()
+    assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])
+
+
+def test_a_batch_without_boundaries_is_one_document_of_a_padded_micro_batch():
+    """As a user's collator may make it."""
     assert Origins.of_whole({"input_ids": torch.ones((1, 4))}) == Origins((4,), (0,), (4,), (4,))

@@ -46,16 +46,19 @@ def test_the_merged_model_is_the_adapter_on_the_base(base, tmp_path, quantized):
     merged, (ids, *_) = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), tiny.documents()
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(plain, ids)
-    adapted = logits(PeftModel.from_pretrained(plain, adapter), ids)
+    loaded = PeftModel.from_pretrained(plain, adapter)
+    adapted, weights = logits(loaded, ids), dict(trainer.model.named_parameters())
+    saved = {name: weight for name, weight in loaded.named_parameters() if "lora_B" in name}
+    assert saved and all(torch.equal(weight.to(weights[name].dtype), weights[name]) for name, weight in saved.items())
     assert_float32(logits(merged, ids), adapted)
     assert differs(logits(merged, ids), before), "the adapter has learned something"
-    assert not quantized or trainer.model.is_loaded_in_4bit
+    assert trainer.check_report.is_exact and (not quantized or trainer.model.is_loaded_in_4bit)
     assert not hasattr(merged.config, "quantization_config"), "the base was loaded unquantized"
     assert AutoTokenizer.from_pretrained(out).eos_token == "</s>"
 
 
-def test_the_merged_model_generates_patched_or_not(base, tmp_path):
-    _, adapter = train_adapter(base, tmp_path)
+def test_the_model_generates_after_training_and_merged_patched_or_not(base, tmp_path):
+    trainer, adapter = train_adapter(base, tmp_path)
     merged, tokenizer = merge_adapter(adapter, tmp_path / "merged", dtype="float32")
     prompt = tokenizer("1 2 3", return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -63,14 +66,9 @@ def test_the_merged_model_generates_patched_or_not(base, tmp_path):
     with trl_packfa.patched(merged):
         assert torch.equal(merged.generate(prompt, **options), plain)
     assert plain.shape[1] > prompt.shape[1] and tokenizer.decode(plain[0])
-
-
-def test_the_model_generates_right_after_training(base, tmp_path):
-    trainer, adapter = train_adapter(base, tmp_path)
-    ids = tiny.documents()[0][None]
-    options = {"max_new_tokens": 6, "do_sample": False}
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
-    assert torch.equal(trainer.model.generate(input_ids=ids, **options), loaded.generate(input_ids=ids, **options))
+    found = trainer.model.generate(input_ids=prompt, **options)
+    assert torch.equal(found, loaded.generate(input_ids=prompt, **options))
 
 
 def test_a_base_that_moved_is_named(base, tmp_path, capsys):

@@ -10,14 +10,13 @@ from datasets import Dataset
 from padded import masks_read, padded
 from selection import exhaustive, in_full
 from tolerance import CONTROL
-from training import arguments, packed_trainer
+from training import arguments, packed_trainer, slow_down
 from trl_trainers import EXPERIMENTAL, STABLE, beyond, build, differences, encoder_decoder, run, tokenizer, train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.layout import padded_rows
 from trl_packfa.patching.state import find_state
-from trl_packfa.trainers.padding_free.padding_free import models_of
 
 # Which models each of them runs besides the policy.
 OTHERS = {
@@ -107,7 +106,7 @@ def test_dpo_with_what_it_can_do(options, lora, tmp_path):
     assert not beyond(expected, logs, dtype=torch.bfloat16 if "bf16" in options else torch.float32)
 
 
-def test_evaluation_generation_and_saving(tmp_path):
+def test_evaluation_generation_copies_and_saving(tmp_path):
     padded_trainer, (trainer, _) = build("dpo", tmp_path, max_steps=2), free(build("dpo", tmp_path, max_steps=2))
     for one in (padded_trainer, trainer):
         train(one)
@@ -116,6 +115,8 @@ def test_evaluation_generation_and_saving(tmp_path):
     batch = padded(tiny.documents(), "left")
     made = [one.model.generate(**batch, max_new_tokens=4, do_sample=False) for one in (padded_trainer, trainer)]
     assert torch.equal(*made)
+    copied = copy.deepcopy(trainer.model)
+    assert torch.equal(copied(**batch).logits, trainer.model(**batch).logits)
     trainer.save_model(str(tmp_path / "saved"))
     again = type(trainer.model).from_pretrained(tmp_path / "saved")
     assert find_state(again) is None
@@ -134,13 +135,6 @@ def test_rows_come_from_the_collator_and_masks_are_not_read_again(tmp_path, monk
     trainer, read = freed("dpo", tmp_path, max_steps=2), masks_read(monkeypatch)
     train(trainer)
     assert len(read) == 3  # by the collator: two steps, and the batch that is fetched ahead; by no model
-
-
-def test_the_trainers_models_are_found_by_whatever_name(tmp_path):
-    assert list(models_of(build("online_dpo", tmp_path))) == ["model", "ref_model", "reward_funcs[0]"]
-    trainer = build("dpo", tmp_path)
-    trainer.second = trainer.model  # the same again
-    assert list(models_of(trainer)) == ["model", "ref_model"]
 
 
 def test_all_models_or_none(tmp_path):
@@ -193,15 +187,7 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("trl_packfa.trainers.padding_free.run.time.perf_counter", lambda: clock[0])
 
-    def slowly(own, seconds):
-        def run(*args, **kwargs):
-            clock[0] += seconds
-            return own(*args, **kwargs)
-
-        return run
-
-    for name, seconds in (("training_step", 1.0), ("evaluate", 1000.0), ("_save_checkpoint", 1000.0)):
-        monkeypatch.setattr(trl.DPOTrainer, name, slowly(getattr(trl.DPOTrainer, name), seconds))
+    slow_down(monkeypatch, trl.DPOTrainer, clock, training_step=1.0, evaluate=1000.0, _save_checkpoint=1000.0)
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     trainer, _ = free(build("dpo", tmp_path, save_steps=1, **options))
     logs = train(trainer)
@@ -209,15 +195,6 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
     assert [entry["tokens_per_second"] for entry in logs] == [tokens[0], tokens[1] - tokens[0]]
     trainer, _ = free(build("dpo", tmp_path, **{**options, "eval_strategy": "no"}))
     assert [entry["padding_saved"] for entry in train(trainer)] == [entry["padding_saved"] for entry in logs]
-
-
-@pytest.mark.parametrize("kind", ["grpo", *in_full("rloo")])
-def test_images_are_refused_before_anything_is_generated(kind, tmp_path):
-    trainer = build(kind, tmp_path)
-    trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM runs only text without its pads"):
-        trl_packfa.padding_free(trainer)
-    assert find_state(trainer.model) is None
 
 
 def test_a_model_whose_config_asks_for_tuples():
@@ -231,8 +208,10 @@ def test_a_model_whose_config_asks_for_tuples():
 def test_bad_input_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="takes a trainer with a model, got LlamaForCausalLM"):
         trl_packfa.padding_free(tiny.model())
-    with pytest.raises(InvalidConfig, match="leave_padded names teacher, but this DPOTrainer holds model, ref_model"):
-        trl_packfa.padding_free(build("dpo", tmp_path), leave_padded=["teacher"])
+    trainer = build("dpo", tmp_path)
+    trainer.second = trainer.model  # the same again
+    with pytest.raises(InvalidConfig, match=r"names teacher, but this DPOTrainer holds model, ref_model\b"):
+        trl_packfa.padding_free(trainer, leave_padded=["teacher"])
     with pytest.raises(InvalidConfig, match="leave_padded names all models of this RewardTrainer: model"):
         trl_packfa.padding_free(build("reward", tmp_path), leave_padded=("model",))
     trainer = build("dpo", tmp_path)
@@ -243,15 +222,13 @@ def test_bad_input_is_refused(tmp_path):
     trainer._is_vision_dataset = True
     with pytest.raises(UnsupportedModel, match="the trainer trains on images"):
         trl_packfa.padding_free(trainer)
+    trainer = build("grpo", tmp_path)  # before anything is generated
+    trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM runs only text without its pads"):
+        trl_packfa.padding_free(trainer)
+    assert find_state(trainer.model) is None
     with pytest.raises(InvalidConfig, match="PackedSFTTrainer packs its batches already"):
         trl_packfa.padding_free(packed_trainer())
-
-
-def test_copies_of_a_trainers_models_are_as_they_were(tmp_path):
-    trainer, _ = free(build("dpo", tmp_path))
-    copied = copy.deepcopy(trainer.model)
-    batch = padded(tiny.documents())
-    assert torch.equal(copied(**batch).logits, trainer.model(**batch).logits)
 
 
 def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):

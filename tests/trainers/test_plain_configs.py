@@ -53,17 +53,13 @@ def passed(how, model):
     """Return the trainer's arguments with an optimizer, or a part of one, of the model's own parameters."""
     groups = [{"params": (p for p in model.parameters() if p.dim() > 1)},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    if how == "groups":
-        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": groups, "lr": 0.1})}
-    if how == "iterator":
-        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": model.named_parameters(), "lr": 0.1})}
+    if how in ("groups", "iterator"):
+        params = groups if how == "groups" else model.named_parameters()
+        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": params, "lr": 0.1})}
     optimizer = torch.optim.SGD(groups, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return {
-        "optimizers": {"optimizer": (optimizer, None), "both": (optimizer, schedule), "schedule": (None, schedule)}[
-            how
-        ]
-    }
+    given = {"optimizer": (optimizer, None), "both": (optimizer, schedule), "schedule": (None, schedule)}
+    return {"optimizers": given[how]}
 
 
 def moved(make, kind, out, how="optimizer", **options):

@@ -1,10 +1,13 @@
-"""What the trainer refuses, each with one clear error, and what it only seems to."""
+"""What the trainer refuses, each with one clear error, and what it only seems to. The table of requirements: how a row
+becomes an error, what a run knows."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+import vision
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PromptTuningConfig
 from selection import in_full
@@ -14,23 +17,16 @@ from training import FORMATS, arguments, dataset, logs_of, losses, packed_traine
 from transformers import DataCollatorWithFlattening, default_data_collator
 from trl import SFTConfig
 
+from trl_packfa.config.arguments import ARGUMENTS, WITHOUT_PADS
+from trl_packfa.config.requirements import Found, Requirement, Run, require
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
 from trl_packfa.kernels.lm_head.chunked import Head
 from trl_packfa.layout.call_context import find_layout
-
-
-def test_experts_chosen_by_the_load_of_a_batch_are_never_trained(tmp_path):
-    def by_load(module, args, output):
-        logits, scores, chosen = output
-        own = logits.detach().softmax(-1)
-        return logits, scores, (own - own.mean(0, keepdim=True)).topk(chosen.shape[-1], -1).indices
-
-    model = small_model("mixtral", num_hidden_layers=2)
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(by_load)
-    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=model, peft_config=None)
-    with pytest.raises(ContaminationError, match="packing is not exact on this model: leak"):
-        trainer.train()
+from trl_packfa.trainers.requirements.built import BUILT, PATCHED
+from trl_packfa.trainers.requirements.data import DATA
+from trl_packfa.trainers.requirements.runs import LAUNCH, MACHINE, SETUP
+from trl_packfa.trainers.requirements.training import Training
+from trl_packfa.trainers.sft.construction import settle_arguments
 
 
 def contaminated(tmp_path, when):
@@ -49,14 +45,12 @@ def contaminated(tmp_path, when):
     return trainer
 
 
-def test_a_model_contaminated_in_evaluation_alone_is_never_trained(tmp_path):
-    trainer = contaminated(tmp_path, lambda attention, layout: layout.num_documents > 3 and not attention.training)
-    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
-        trainer.train()
-
-
-def test_a_contaminated_model_is_never_trained(tmp_path):
-    trainer = contaminated(tmp_path, lambda attention, layout: True)
+@pytest.mark.parametrize("when", [
+    lambda attention, layout: True,
+    lambda attention, layout: layout.num_documents > 3 and not attention.training,
+], ids=["always", "in evaluation alone"])  # fmt: skip
+def test_a_contaminated_model_is_never_trained(when, tmp_path):
+    trainer = contaminated(tmp_path, when)
     with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -77,11 +71,12 @@ def listed(**row):
 NO_LABEL = {"input_ids": [5, 6], "labels": [-100, -100]}
 PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 TWO_ROWS = {"data_collator": lambda examples: {"input_ids": torch.ones(2, 3).long()}}
+STREAM = IterableDataset.from_generator(lambda: iter(dataset()))
 ON_THE_FLY = {"train_dataset": dataset().with_transform(lambda batch: batch)}
 # What the config asks for, what the trainer is given, and what is said.
 REFUSED = {
     "an empty dataset": ({}, {"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
-    "a list": ({}, {"train_dataset": [{"text": "1 2"}]}, InvalidDataset, r"not list(.|\n)*Dataset\.from_list\(rows\)"),
+    "a list": ({}, {"train_dataset": [{"text": "1"}]}, InvalidDataset, r"not list(.|\n)*Dataset\.from_list\(rows\)"),
     "a file": ({}, {"train_dataset": "my.jsonl"}, InvalidDataset, r"not str(.|\n)*data_files=\"my\.jsonl\""),
     "an unknown column": ({}, listed(a=1), InvalidDataset, r"\['a'\], which is no TRL format"),
     "text that is none": ({}, listed(text=7), InvalidDataset, "'text' .* holds int, expected str"),
@@ -105,6 +100,15 @@ REFUSED = {
                                "metrics are computed example by example"),
     "a loaded model to quantize": ({"load_in_4bit": True}, {"peft_config": None}, InvalidConfig,
                                    "already loaded, without quantization"),
+    "an unknown source": ({"loss_by": "origin"}, {}, InvalidConfig,
+                          r"loss_by='origin': the training dataset has no such column(.|\n)*source"),
+    "an unknown source of a stream": ({"loss_by": "origin"}, {"train_dataset": STREAM}, InvalidConfig,
+                                      r"loss_by='origin'(.|\n)*source"),
+    "offloading to itself": ({"activation_offloading": True}, {}, InvalidConfig,
+                             r"activation_offloading=True without an accelerator(.|\n)*to the CPU"),
+    "a budget smaller than a stream's documents": ({"max_tokens_per_microbatch": 63, "max_length": 64},
+                                                   {"train_dataset": STREAM}, InvalidConfig,
+                                                   "a document of a stream, which may have 64 tokens"),
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, {}, InvalidConfig,
                            "dispatch_batches=True cannot carry"),
 }  # fmt: skip
@@ -119,10 +123,7 @@ def test_bad_input_is_refused_at_construction(tmp_path, case):
 
 
 def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
-    from transformers import CpmAntConfig, CpmAntForCausalLM
-
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "dim_head": 4, "dim_ff": 8, "num_hidden_layers": 1}
-    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=97, **sizes))
+    model = small_model("cpmant")
     model.save_pretrained(tmp_path / "cpmant")
 
     def untouchable():
@@ -175,18 +176,6 @@ def test_a_head_with_more_to_train_than_a_matrix_trains_all_of_it(tmp_path, capl
     assert torch.equal(stock.model.lm_head.logit_scale, before), "the control: TRL's head leaves it out"
 
 
-def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
-    """Where the fused head is right, going around it changes nothing: losses, entropy and accuracy."""
-    fused, own = (
-        packed_trainer(arguments(out=tmp_path, **FULL), model=tiny.model(), peft_config=None) for _ in range(2)
-    )
-    own.model.forward = Head(own.model, partial(type(own.model).forward, own.model))
-    fused.train(), own.train()
-    assert_trajectory(losses(own), losses(fused))
-    for name in ("entropy", "mean_token_accuracy"):
-        assert_trajectory(*([entry[name] for entry in logs_of(trainer)] for trainer in (own, fused)))
-
-
 @pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
 def test_general_levels_train_through_the_trainer(tmp_path, model_type):
     """Packed without a patch file of their own, the losses of TRL's padded trainer."""
@@ -204,9 +193,6 @@ def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
     said = rf"={longest - 1} is smaller than document {lengths.index(longest)}, which has {longest} tokens"
     with pytest.raises(InvalidConfig, match=rf"max_tokens_per_microbatch{said}(.|\n)*Raise it to {longest}"):
         packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest - 1))
-    stream = IterableDataset.from_generator(lambda: iter(dataset()))
-    with pytest.raises(InvalidConfig, match="smaller than a document of a stream, which may have 64 tokens"):
-        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=63, max_length=64), train_dataset=stream)
 
 
 @pytest.mark.parametrize("strategy", ["step", "bfd", *in_full("minibatch", "wrapped")])
@@ -223,3 +209,95 @@ def test_documents_of_no_or_one_token_and_a_dataset_smaller_than_a_step(tmp_path
     trainer.train()
     assert trainer.state.global_step == 2
     assert trainer.state.log_history[0]["num_tokens"] == 3 + kept
+
+
+RUN = Run(SimpleNamespace(size=3), "a trainer")
+EVERY = (*ARGUMENTS, *WITHOUT_PADS, *SETUP, *LAUNCH, *BUILT, *PATCHED)
+
+
+def test_row_that_finds_something_raises_what_why_and_do_with_the_values():
+    row = Requirement(lambda r: r.size > 2 and "size", "{r.name} has {found}={r.size}.", why="{found} is {{big}}",
+                      do="Lower {found}.", error=InvalidDataset)  # fmt: skip
+    with pytest.raises(InvalidDataset) as raised:
+        require((Requirement(lambda r: r.size > 3, "never"), row), RUN)
+    assert str(raised.value) == "a trainer has size=3.\n  - size is {big}\nLower size."
+    assert raised.value.why == ("size is {big}",)
+    reasons = Requirement(lambda r: Found(r.size, ["a {reason}", "another"]), "{found} is too much.", why="-")
+    with pytest.raises(InvalidConfig) as raised:
+        require([reasons], RUN)
+    assert str(raised.value) == "3 is too much.\n  - a {reason}\n  - another", "not the reason of its row"
+    error = UnsupportedModel("its own words")
+    with pytest.raises(UnsupportedModel) as raised:
+        require([Requirement(lambda r: error, "never said")], RUN)
+    assert raised.value is error, "of another table"
+
+
+def test_every_row_says_what_to_do_unless_the_error_is_of_another_table():
+    """Those of adapters, quantization, model types and shared rows have remedies of their own."""
+    assert [row.what for row in EVERY if not row.do] == [
+        "an adapter that cannot be packed.",
+        "a model type that cannot be packed.",
+        "a model with an adapter or a quantization that cannot be packed.",
+        "sequence_parallel=... with mixers or ALiBi, or with attention heads that it does not divide.",
+    ]
+
+
+def test_first_examples_are_read_once_and_in_plain_values():
+    reads = []
+
+    class Counted(Dataset):
+        def __iter__(self):
+            reads.append(1)
+            return super().__iter__()
+
+    data = Counted(Dataset.from_list([{"input_ids": [5, 6], "text": "5 6"}]).data)
+    run = Training(arguments(), "a trainer", given={"train_dataset": data})
+    require(DATA, run)
+    assert len(reads) == 1
+    formatted = Training(arguments(), "a trainer", given={"train_dataset": data.with_format("torch")})
+    assert formatted.examples == [("train", {"input_ids": [5, 6], "text": "5 6"})]
+
+
+def test_config_is_as_it_was_after_training_and_late_arguments_are_held_against_the_table(tmp_path):
+    args = arguments(out=tmp_path, max_steps=1, check_packing=False)
+    before = dict(vars(args))
+    trainer = trained(packed_trainer(args))
+    assert vars(args) == before
+    trainer.args.max_tokens_per_microbatch = 1
+    with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=1: it must be 2 or more"):
+        trainer.train()
+
+
+def test_a_stream_is_begun_once_before_weights_are_read(tmp_path):
+    begun = []
+
+    def texts():
+        begun.append(1)
+        yield from ({"text": f"number {i}"} for i in range(20))
+
+    stream = IterableDataset.from_generator(texts)
+    plain = SFTConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    given = {"train_dataset": stream, "processing_class": tiny.tokenizer()}
+    settled, refusal, _ = settle_arguments(tiny.model(layers=1), plain, given)
+    assert settled.packing and refusal is None and begun == [1]
+
+
+def test_sft_on_images_is_held_against_rows_of_every_packed_run_and_not_against_those_of_text():
+    on_the_fly = vision.prompts().with_transform(lambda batch: batch)
+    given = {"train_dataset": on_the_fly, "compute_metrics": print}
+    run = Training(arguments(eval_packing=True), "a trainer", given=given)
+    assert run.is_on_images and not run.packs_rows
+    require((*DATA, *MACHINE), run)
+    texts = Training(run.args, "a trainer", given={**given, "train_dataset": Dataset.from_list([{"text": "5 6"}])})
+    with pytest.raises(InvalidConfig, match="compute_metrics with eval_packing=True"):
+        require((*DATA, *MACHINE), texts)
+    dispatched = arguments(accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        require(MACHINE, run.with_args(dispatched))
+
+
+def test_command_that_has_loaded_no_data_refuses_nothing_that_holds_for_text_alone():
+    args = arguments(sequence_parallel=2)
+    with pytest.raises(InvalidConfig, match="does not divide the number of processes"):
+        require(MACHINE, Training(args, "a trainer"))
+    require(MACHINE, Training(args, "a command", knows_data=False))

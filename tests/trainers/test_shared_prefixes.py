@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 from calls import watched
-from peft import LoraConfig
 from selection import exhaustive, in_full
 from trl_trainers import OF_MICRO_BATCHES, beyond, build, build_packed, pairs, run, train
 
@@ -100,15 +99,3 @@ def test_without_it_nothing_is_shared_or_said(tmp_path):
     trainer = build("dpo", tmp_path, data=with_prompts(), max_steps=1)
     trl_packfa.padding_free(trainer)
     assert "prefixes_shared" not in train(trainer)[-1] and find_state(trainer.model).unpadding.sharing is None
-
-
-def test_lora_dropout_is_each_rows_own(tmp_path, caplog):
-    """TRL sets dropout to 0 unless it is told not to."""
-    trainer = build("dpo", tmp_path, data=with_prompts(), lora=True, disable_dropout=False, max_steps=1)
-    assert isinstance(trainer.model.peft_config["default"], LoraConfig)
-    for module in trainer.model.modules():
-        if "lora_dropout" in vars(module).get("_modules", {}):
-            module.lora_dropout["default"] = torch.nn.Dropout(0.1)
-    trl_packfa.padding_free(trainer, share_prefixes=True, check_first_batch=False)
-    assert train(trainer)[-1]["prefixes_shared"] == 0
-    assert any("draws its own random numbers" in record.message for record in caplog.records)

@@ -1,25 +1,33 @@
-import io
+"""Counts of arithmetic, time and memory: what a run logs of its speed, and what is estimated of its memory."""
+
 import logging
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import memory_table
+import numpy as np
 import pytest
 import tiny
 import torch
-from operations import OperationCounter
+from operations import OperationCounter, kept_bytes
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
+from pretended_liger import pretend_liger
 from tiny_models import small_model
-from training import SAVING, arguments, dataset, logs_of, packed_trainer
+from tolerance import assert_estimate
+from training import arguments, dataset, logs_of, lora_config, packed_trainer, slow_down
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from trl_packfa import DataCollatorForPacking, PackedSFTConfig
+from trl_packfa import DataCollatorForPacking, PackedSFTConfig, patch
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.data import epoch_plan, flops, templates
-from trl_packfa.data.flops import ModelFlops, experts_of_token, quadratic_weight
+from trl_packfa.data.flops import ModelFlops, attention_heads, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
-from trl_packfa.terminal.progress import RichProgressCallback
-from trl_packfa.trainers import packed_run
-from trl_packfa.trainers.sft import throughput, trainer
+from trl_packfa.trainers import clock, packed_run
+from trl_packfa.trainers.clock import TrainingClock
+from trl_packfa.trainers.sft import memory, throughput, trainer
+from trl_packfa.trainers.sft.datasheet import datasheet_flops, named_flops
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
 
@@ -80,23 +88,16 @@ def test_experts_count_as_often_as_a_token_passes_them(name):
 EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]
 
 
-def padded():
-    longest = max(len(e["input_ids"]) for e in EXAMPLES)
-    ids, mask, labels = (torch.full((len(EXAMPLES), longest), fill) for fill in (0, 0, -100))
-    for i, example in enumerate(EXAMPLES):
-        n = len(example["input_ids"])
-        ids[i, :n], mask[i, :n], labels[i, :n] = torch.tensor(example["input_ids"]), 1, torch.tensor(example["labels"])
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-@pytest.mark.parametrize("batch", [DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), padded])
-def test_mfu_is_the_needed_arithmetic_over_the_peak(batch):
+@pytest.mark.parametrize("collate", [
+    DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), DataCollatorForLanguageModeling(0),
+])  # fmt: skip
+def test_mfu_is_the_needed_arithmetic_over_the_peak(collate):
     """Packed, packed with a trailing pad, padded: the same documents need the same; pads need nothing."""
     model = tiny.model(layers=2)
     args = PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2e-6)
     meter = SpeedMeter(model, args, world_size=2)
     meter.start(1000)
-    meter.add(batch() if batch is padded else batch(EXAMPLES))
+    meter.add(collate(EXAMPLES))
     figures = meter.read(1000 + 2 * 42, seconds=4.0, shared=0)
     assert figures["tokens_per_second"] == 2 * 42 / 4
     trained, seen = (42 - 2 * 3) / 42, (4**2 + 30**2 + 8**2) / 42
@@ -124,16 +125,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     )  # fmt: skip
     trainer = packed_trainer(args, eval_dataset={"a": dataset(4, seed=1), "b": dataset(4, seed=2)})
 
-    def slowly(own, seconds):
-        def run(*args, **kwargs):
-            now[0] += seconds
-            return own(*args, **kwargs)
-
-        return run
-
-    for name in ("evaluate", "_save_checkpoint"):
-        monkeypatch.setattr(SFTTrainer, name, slowly(getattr(SFTTrainer, name), 1000.0))
-    monkeypatch.setattr(SFTTrainer, "training_step", slowly(SFTTrainer.training_step, 2.0))
+    slow_down(monkeypatch, SFTTrainer, now, training_step=2.0, evaluate=1000.0, _save_checkpoint=1000.0)
     trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
     logs = logs_of(trainer)
@@ -141,29 +133,6 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     trained = [count - before for before, count in zip([0, *counts[:-1]], counts, strict=True)]
     assert [entry["tokens_per_second"] for entry in logs] == [tokens / 2.0 for tokens in trained]
     assert now[0] > 4 * 1000
-
-
-def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
-    """In a pipe; the tokens of before, and the time of the steps of before, are no part of it."""
-    began = []
-
-    class Watched(RichProgressCallback):
-        def close(self):
-            began.extend(task.fields["began"] for task in self.progress.tasks)
-            super().close()
-
-    for resumed in (None, str(tmp_path / "checkpoint-2")):
-        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
-        out = io.StringIO()
-        Watched.attach(trainer, "training", Console(file=out, width=200))
-        trainer.train(resume_from_checkpoint=resumed)
-        lines = [line for line in out.getvalue().splitlines() if "tokens/s" in line]
-        logs = logs_of(trainer)[2 if resumed else 0 :]
-        assert len(lines) == len(logs) == (2 if resumed else 4)
-        for line, entry in zip(lines, logs, strict=True):
-            assert f"  {entry['tokens_per_second']:,.0f} tokens/s  0:00:0" in line and line.endswith("to go")
-        assert lines[-1].endswith("0:00:00 to go")
-    assert began == [0, 2]
 
 
 def test_a_figure_that_cannot_be_counted_is_missing_and_said_once(caplog):
@@ -217,3 +186,142 @@ def test_advice_that_fails_hides_no_error():
     args = PackedSFTConfig("out", use_cpu=True, bf16=False)
     with pytest.raises(MemoryError, match="full"), throughput.memory_advice(args, {}, budget=None):
         raise MemoryError("full")
+
+
+class Counting(TrainingClock):
+    documents = 0
+
+    def _counts(self):
+        return np.append(super()._counts(), self.documents)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A run whose time and documents move by the test's own hand."""
+    now = [100.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    counting = Counting()
+
+    def spend(seconds, documents=0):
+        now[0] += seconds
+        counting.documents += documents
+
+    return counting, spend
+
+
+def test_what_comes_after_a_step_does_not_count(run):
+    counting, spend = run
+    spend(50, 5)
+    assert counting.take().tolist() == [0, 0], "before training"
+    counting.on_train_begin()
+    for event in (counting.on_evaluate, counting.on_save, counting.on_log, counting.on_predict):
+        spend(2, 3)
+        counting.on_step_end()
+        spend(1000, 7)
+        event()
+    assert counting.take().tolist() == [8, 12]
+
+
+def test_a_log_counts_the_wait_for_the_device_before_it(run):
+    counting, spend = run
+    counting.on_train_begin()
+    spend(2, 1)
+    counting.on_step_end()
+    spend(3)  # the host waits for the loss
+    assert counting.take().tolist() == [5, 1]
+    counting.on_log()
+    with counting.paused():
+        spend(60, 9)
+    spend(1, 1)
+    assert counting.take().tolist() == [1, 1] and counting.whole.tolist() == [6, 2]
+    counting.on_train_begin()
+    assert counting.take().tolist() == [0, 0], "of the next run"
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835),
+    ("NVIDIA A100-SXM4-80GB", 312),
+    ("NVIDIA A100-PCIE-40GB", 312),
+    ("NVIDIA L4", 121),
+    ("NVIDIA L40S", 362),
+    ("AMD Instinct MI300X", 1307.4),
+    ("NVIDIA L40", None),
+    ("NVIDIA GH200 480GB", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA GeForce RTX 4090", None),
+])  # fmt: skip
+def test_devices_are_known_by_their_names(name, tflops):
+    assert named_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_only_half_precision_on_cuda_has_a_data_sheet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda", 0)
+    assert datasheet_flops(gpu, torch.bfloat16) == datasheet_flops(gpu, torch.float16) == 989e12
+    assert datasheet_flops(gpu, torch.float32) is None
+    assert datasheet_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_calls_are_timed_with_the_threads_of_the_run():
+    threads, calls = torch.get_num_threads(), []
+    assert flops.best_seconds(lambda: calls.append(torch.get_num_threads()), seconds=1e-4) > 0
+    assert set(calls) == {threads}
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
+def test_a_gpu_is_given_as_many_rows_as_fill_it(device, rows, monkeypatch):
+    asked = []
+    monkeypatch.setattr(throughput, "matmul_flops", lambda *shape, **options: asked.append(shape) or 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64, intermediate_size=[128, 256]))
+    args = SimpleNamespace(peak_tflops=None, device=torch.device(device), bf16=True, fp16=False)
+    throughput.peak_flops(config, args)
+    assert asked == [(rows, 64, 256)]
+
+
+@pytest.mark.parametrize(("name", "estimated"), [("gemma4_text", True), ("blt", False)])
+def test_widths_that_differ_from_layer_to_layer_or_are_not_said(name, estimated):
+    model = small_model(name)
+    assert (memory.shape_of(model, arguments()) is not None) == estimated, "which `plan` leaves out"
+    if estimated:
+        text = model.config.get_text_config()
+        widths = [text.per_layer_config[layer].head_dim for layer in range(text.num_hidden_layers)]
+        assert len(set(widths)) > 1 and attention_heads(text)[1] == round(sum(widths) / len(widths))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused LoRA"])
+def test_a_layer_keeps_what_is_estimated(fused, monkeypatch):
+    """On a wide layer, where what grows with the number of heads and with the rotation does not matter. Fused, its
+    norms keep their inputs, its MLP gate and up. One document, which attention copies nothing of."""
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kept, ids = {}, torch.arange(64) % 90
+    for layers in (1, 3):
+        model = tiny.model(layers=layers, attention_bias=False, **sizes).train()
+        forward = partial(model.model, input_ids=ids[None])
+        if fused:
+            pretend_liger(monkeypatch)
+            model = patch(get_peft_model(model, lora_config()).train())
+            forward = partial(model, **tiny.batch([ids]))
+        kept[layers] = kept_bytes(model, forward)
+    shape = memory.shape_of(tiny.model(layers=1, attention_bias=False, **sizes), arguments())
+    measured = (kept[3] - kept[1]) / 2 / len(ids)
+    assert_estimate(memory.layer_bytes(shape, 4, fused_mlp=fused, fused_norms=fused), measured)
+    assert not fused or memory.layer_bytes(shape, 4) > 1.3 * measured, "control: without"
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [({}, True), ({"lora_dropout": 0.0}, True), ({"fused_kernels": False}, False),
+     ({"lora_target_modules": ["q_proj"]}, False)],
+)  # fmt: skip
+def test_whose_mlps_are_fused(options, fused, tmp_path):
+    assert memory.fuses_mlps(PackedSFTConfig(str(tmp_path), use_cpu=True, **options)) == fused
+
+
+def test_the_table_of_memory_is_that_of_the_estimate():
+    page = (Path(__file__).parents[2] / "docs" / "getting_started.md").read_text(encoding="utf-8")
+    block = page.split("<!-- generated: python tools/memory_table.py -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == memory_table.table()

@@ -1,6 +1,7 @@
 """Threads that share a process, or a model, see their own documents only."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -12,23 +13,14 @@ from trl_packfa import patch
 
 def run_in_threads(jobs):
     """Each job's results, run at the same time; errors are raised here."""
-    results, errors, start = [None] * len(jobs), [], threading.Barrier(len(jobs))
+    start = threading.Barrier(len(jobs))
 
-    def work(number, job):
-        try:
-            start.wait()
-            results[number] = job()
-        except Exception as error:
-            errors.append(error)
+    def work(job):
+        start.wait()
+        return job()
 
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(work, jobs))
 
 
 BATCHES = ((5, 1, 8, 3), (2, 11, 4), (7, 7), (1, 1, 1, 14))

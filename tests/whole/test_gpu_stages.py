@@ -53,3 +53,7 @@ def assert_rehearsed(name, report, folder):
 def test_no_step_is_left_out():
     steps = [step.name for stage in run.stages(run.Options(Path("out"))).values() for step in stage]
     assert sorted(STEPS) == sorted(steps)
+
+
+def test_tests_that_a_step_names_are_there():
+    assert [name for name in run._TRAINERS if not (Path(__file__).parents[2] / name).exists()] == []
