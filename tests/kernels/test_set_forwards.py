@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
-from trl_packfa import describe, patch
+from trl_packfa import patch
 from trl_packfa.kernels import liger
 from trl_packfa.kernels.liger import multiplies_by_liger
 from trl_packfa.kernels.lora import decisions, overrides, projections
@@ -281,9 +281,3 @@ def test_liger_leaves_a_watched_activation_alone(monkeypatch):
     assert multiplies_by_liger(mlp, torch.zeros(1))
     set_forward(mlp.act_fn)
     assert not multiplies_by_liger(mlp, torch.zeros(1))
-
-
-def test_describe_says_why():
-    model = adapted(target_modules=["q_proj"])
-    set_forward(layer_of(model, "q_proj"))
-    assert "a forward that was set on it" in describe(patch(model))

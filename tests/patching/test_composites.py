@@ -5,10 +5,9 @@ import copy
 import pytest
 import tiny
 import torch
-import vision
-from tiny_models.composites import image_batch, padded, small_composite
+from tiny_models import composites
+from tiny_models.composites import image_batch, small_composite
 from tolerance import assert_float32, assert_regrouped, assert_rounding, differs
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from trl_packfa import check, describe, patch
 from trl_packfa.checking.first_batch import compare_padded_batch
@@ -17,76 +16,12 @@ from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.state import find_state
 
-IMAGE = tiny.VOCAB - 1
-TEXT = {
-    "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-IDS = {
-    "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2,
-    "vision_end_token_id": IMAGE - 3,
-}  # fmt: skip
-PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-
-
-def qwen2_vl():
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, **PATCHES}
-    config = Qwen2VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=seen, **IDS)
-    return Qwen2VLForConditionalGeneration(config)
-
-
-def qwen3_vl():
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
-    seen = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1], **PATCHES,
-    }  # fmt: skip
-    config = Qwen3VLConfig(text_config={**TEXT, "head_dim": 8, "rope_parameters": rope}, vision_config=seen, **IDS)
-    return Qwen3VLForConditionalGeneration(config)
-
-
-MODELS = {"llava": vision.model, "qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl}
-# Text tokens and images of each row.
-ROWS = ((9, 2), (5, 1), (14, 0), (3, 1))
-
-
-def build(name):
-    torch.manual_seed(0)
-    return MODELS[name]().train()
+# Rows with positions of one kind; of three; of three, with features of images at several layers.
+TYPES = ("llava", "qwen2_vl", "qwen3_vl")
 
 
 def without_pads(stock):
     return patch(copy.deepcopy(stock), unpad=True)
-
-
-def batch(model, *, left=False, rows=ROWS):
-    """Padded rows with images of four or eight tokens (LLaVA: of four)."""
-    generator = torch.Generator().manual_seed(1)
-    by_grid = "Qwen" in type(model).__name__
-    image = model.config.image_token_id
-    documents, grids, pixels = [], [], []
-    for tokens, images in rows:
-        ids = torch.randint(6, IMAGE - 4, (tokens,), generator=generator).tolist()
-        for number in range(images):
-            height, width = (4, 4) if number % 2 == 0 else (8, 4)
-            grids.append([1, height, width])
-            shape = (height * width, 3 * 2 * 4 * 4) if by_grid else (1, 3, 16, 16)
-            pixels.append(torch.randn(shape, generator=generator))
-            own = [IMAGE - 2, *[image] * (height * width // 4), IMAGE - 3] if by_grid else [image] * 4
-            ids[2:2] = own
-        documents.append(ids)
-    ids, mask = padded(documents, left=left)
-    labels = ids.masked_fill((mask == 0) | (ids >= IMAGE - 3) | (ids == image), -100)
-    # A first token is predicted at a pad of a left-padded row, where nothing is computed.
-    labels[torch.arange(len(rows)), mask.argmax(1)] = -100
-    made = {"input_ids": ids, "attention_mask": mask, "labels": labels, "pixel_values": torch.cat(pixels)}
-    if by_grid:
-        made |= {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (ids == image).long()}
-    elif left:  # as the rows without pads count
-        made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    return made
 
 
 def run(model, inputs):
@@ -104,10 +39,10 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TYPES)
 def test_batches_with_images_run_without_their_pads(name, left):
-    stock = build(name)
-    inputs, model = batch(stock, left=left), without_pads(stock)
+    stock = small_composite(name)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
     state = find_state(model)
     before = state.unpadding.calls
     expected, found = run(stock, inputs), run(model, inputs)
@@ -117,28 +52,30 @@ def test_batches_with_images_run_without_their_pads(name, left):
     assert check(model).is_exact and "computed without padding" in describe(model)
 
 
-def test_three_rows_with_positions_of_three_kinds():
+def test_three_rows_with_positions_of_three_kinds(monkeypatch):
     """Their positions are `(3, 3, L)`: the first axis holds kinds, not rows."""
-    stock = build("qwen3_vl")
-    inputs = batch(stock, rows=ROWS[:3])
+    monkeypatch.setattr(composites, "ROWS", composites.ROWS[:3])
+    stock = small_composite("qwen3_vl")
+    inputs = image_batch(stock).inputs
+    assert len(inputs["input_ids"]) == 3
     assert_same(run(without_pads(stock), inputs), run(stock, inputs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TYPES)
 def test_checkpointing_changes_nothing(name, reentrant):
-    stock = build(name)
-    inputs, model = batch(stock), without_pads(stock)
+    stock = small_composite(name).train()
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
     expected = run(stock, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(run(model, inputs), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TYPES)
 def test_negative_control_rows_that_see_each_other(name, monkeypatch):
-    stock = build(name)
-    inputs, model = batch(stock), without_pads(stock)
+    stock = small_composite(name)
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
     _, logits, _ = run(stock, inputs)
     monkeypatch.setattr(PaddedRows, "layout", lambda self, device: PackedLayout.from_lengths([self.num_tokens]))
     assert differs(run(model, inputs)[1], logits)
@@ -206,7 +143,7 @@ def test_arguments_by_row_are_refused():
 
 
 def test_packed_rows_hold_text_only():
-    model = patch(build("qwen2_vl"), unpad=True)
+    model = patch(small_composite("qwen2_vl"), unpad=True)
     ids = torch.randint(6, 60, (1, 12), generator=torch.Generator().manual_seed(2))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with torch.no_grad():

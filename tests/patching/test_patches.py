@@ -1,7 +1,6 @@
 """One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file."""
 
 import copy
-import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +24,6 @@ from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.packed_attention import masked_by_choice
 from trl_packfa.patching.state import find_state
 
-BACKENDS = ["sdpa", "reference"]
 every_architecture = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 # Every way in which boundaries reach a model.
@@ -66,36 +64,31 @@ def test_every_registered_architecture_has_a_row():
 
 
 @every_architecture
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_equals_alone(architecture, backend):
+def test_packed_equals_alone(architecture):
+    """Logits and gradients, on each backend. The control has no boundaries."""
     model, docs = tiny.model(architecture), tiny.documents()
     expected, expected_grads = oracle.alone(model, docs, dtype=oracle_dtype(architecture))
-    patch(model, backend=backend)
-    logits = forward(model, docs).logits
-    for ours, theirs in zip(tiny.split(logits), expected, strict=True):
-        assert_float32(ours, theirs)
-    loss_of(logits, docs).backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert_float32(grad, expected_grads[name])
+    assert differs(tiny.split(model(input_ids=torch.cat(docs)[None]).logits)[2], expected[2])
+    for backend in ("sdpa", "reference"):
+        model.zero_grad()
+        logits = forward(patch(model, backend=backend), docs).logits
+        for ours, theirs in zip(tiny.split(logits), expected, strict=True):
+            assert_float32(ours, theirs)
+        loss_of(logits, docs).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            assert_float32(grad, expected_grads[name])
 
 
 @every_architecture
-def test_negative_control_unpatched_without_boundaries_leaks(architecture):
-    model, docs = tiny.model(architecture), tiny.documents()
-    expected, _ = oracle.alone(model, docs, dtype=torch.float32)
-    contaminated = model(input_ids=torch.cat(docs)[None]).logits
-    assert differs(tiny.split(contaminated)[2], expected[2])
-
-
-@every_architecture
-@pytest.mark.parametrize("call", CALLS)
-def test_boundaries_are_honoured_however_they_come(architecture, call):
+def test_boundaries_are_honoured_however_they_come(architecture):
     model, docs = patch(tiny.model(architecture)), tiny.documents()
-    output = forward(model, docs, call)
-    assert torch.equal(output.logits, forward(model, docs).logits)
-    assert output.past_key_values is None
+    expected = forward(model, docs).logits
+    for call in CALLS:
+        output = forward(model, docs, call)
+        assert torch.equal(output.logits, expected), call
+        assert output.past_key_values is None
 
 
 @every_architecture
@@ -137,7 +130,7 @@ def test_documents_of_a_batch_with_several_rows_equal_each_alone(architecture):
 
 
 @every_architecture
-def test_batches_without_boundaries_run_the_unpatched_code(architecture):
+def test_batches_without_boundaries_run_the_unpatched_code_and_unpatch_restores_it(architecture):
     model = tiny.model(architecture)
     ids = torch.stack(tiny.documents((12, 12)))
     padded = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
@@ -155,24 +148,14 @@ def test_batches_without_boundaries_run_the_unpatched_code(architecture):
         generated = [generate(attention_mask=mask) for mask in (torch.ones_like(padded), left)]
         return [model(**call).logits for call in calls] + generated
 
-    before = run()
+    before, attributes = run(), [dict(vars(module)) for module in model.modules()]
     patch(model)
-    assert all(torch.equal(a, b) for a, b in zip(before, run(), strict=True))
-
-
-@every_architecture
-def test_unpatch_restores_bit_for_bit(architecture):
-    model, docs = tiny.model(architecture), tiny.documents()
-    ids = torch.cat(docs)[None]
-    attributes = [dict(vars(module)) for module in model.modules()]
-    before = model(input_ids=ids).logits
-    patch(model)
-    assert forward(model, docs).logits.shape == before.shape
+    assert all(map(torch.equal, before, run()))
+    forward(model, tiny.documents())
     unpatch(model)
-    assert torch.equal(model(input_ids=ids).logits, before)
+    assert all(map(torch.equal, before, run())) and describe(model) == "not patched"
     if architecture not in ("llama-dynamic", "phi3-longrope"):  # their buffers change with every length they see
         assert [dict(vars(module)) for module in model.modules()] == attributes
-    assert describe(model) == "not patched"
 
 
 def test_patch_is_idempotent_and_changes_backend():
@@ -227,22 +210,8 @@ def test_a_forward_that_others_have_set_on_top_stays_and_calls_the_new_patch_onl
     assert torch.equal(plain, own) and not torch.equal(plain, expected)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_patched_on_their_own(clone):
-    model, docs = patch(tiny.model()), tiny.documents()
-    twin = clone(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(1.1)
-    assert not torch.equal(forward(twin, docs).logits, forward(model, docs).logits)
-    alone = torch.cat([twin(input_ids=ids[None]).logits[0] for ids in docs])
-    assert_float32(forward(twin, docs).logits[0], alone)
-    unpatch(twin)
-    assert describe(model) != "not patched"
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3-longrope"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3-longrope"])
 def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
     def gradients(checkpointing):
         model, docs = patch(tiny.model(architecture)).train(), tiny.documents()
