@@ -37,14 +37,6 @@ def places(*on_gpu, cpu=("sdpa",), on_cpu_marks=()):
     return pytest.mark.parametrize(("device", "backend"), cases)
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.fixture
 def deterministic(monkeypatch):
     """FlashAttention's backward sums queries in any order, unless torch asks for the same order in every run."""

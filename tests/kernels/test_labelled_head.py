@@ -47,25 +47,6 @@ def test_scores_are_trls(model_type, options):
     assert torch.equal(run(model)[0].log_probs, expected.log_probs)
 
 
-def test_fields_that_were_not_asked_for_are_none():
-    model = tiny.model()
-    add_fused_lm_head(model)
-    patch(model, unpad=True)
-    output = model(**batch(), fused_lm_head=True)
-    assert output.entropy is None and output.mean_logits is None and output.log_probs.requires_grad
-
-
-def test_a_batch_without_labels_stays_connected():
-    model = tiny.model()
-    add_fused_lm_head(model)
-    patch(model, unpad=True)
-    made = batch()
-    made["labels"][:] = -100
-    loss = model(**made, fused_lm_head=True).loss
-    loss.backward()
-    assert loss == 0 and all(p.grad is not None for p in model.model.layers.parameters())
-
-
 def test_less_is_multiplied():
     model = tiny.model(layers=1)
     add_fused_lm_head(model)
@@ -95,10 +76,17 @@ def test_our_head_selects_positions_by_itself():
     assert differs(model(**{**batch(), "labels": everything}, fused_lm_head=True).log_probs, actual.log_probs)
 
 
-def test_a_call_without_the_head_is_the_models_own():
+def test_fields_without_labels_and_calls_without_the_head():
+    """Fields that were not asked for are none, a loss of nothing stays connected, other calls are the model's own."""
     model = tiny.model().eval()
     add_fused_lm_head(model)
-    expected = model(**batch())
-    found = patch(model, unpad=True)(**batch())
-    assert found.logits.shape == expected.logits.shape
-    assert_float32(found.loss.detach(), expected.loss.detach().double())
+    plain = model(**batch())
+    patch(model, unpad=True)
+    output = model(**batch(), fused_lm_head=True)
+    assert output.entropy is None and output.mean_logits is None and output.log_probs.requires_grad
+    loss = model(**{**batch(), "labels": torch.full_like(batch()["labels"], -100)}, fused_lm_head=True).loss
+    loss.backward()
+    assert loss == 0 and all(p.grad is not None for p in model.model.layers.parameters())
+    found = model(**batch())
+    assert found.logits.shape == plain.logits.shape
+    assert_float32(found.loss.detach(), plain.loss.detach().double())

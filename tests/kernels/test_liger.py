@@ -10,6 +10,7 @@ import pretended_liger
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
@@ -64,11 +65,9 @@ def test_results_are_the_models_own(architecture, counts, lora, calls):
     assert_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)],
-    ids=["LoRA", "dropout", "full"],
-)
+@pytest.mark.parametrize("build", [
+    adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)
+], ids=["LoRA", "dropout", "full"])  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_further_from_the_truth(dtype, autocast, build, calls, monkeypatch):
@@ -127,17 +126,13 @@ def test_the_rotation_writes_over_nothing(calls):
     assert differs(rotated[0], query) and rotated[0].is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("build", "hooked", "owned"),
-    [
-        (adapted, False, True),
-        (adapted, True, False),
-        (partial(adapted, "qwen3"), False, False),
-        (partial(tiny.model, layers=2), False, False),
-        (partial(tiny.model, layers=2), True, False),
-    ],
-    ids=["fused", "hooked", "after q_norm", "full", "full, hooked"],
-)
+@pytest.mark.parametrize(("build", "hooked", "owned"), [
+    (adapted, False, True),
+    (adapted, True, False),
+    (partial(adapted, "qwen3"), False, False),
+    (partial(tiny.model, layers=2), False, False),
+    (partial(tiny.model, layers=2), True, False),
+], ids=["fused", "hooked", "after q_norm", "full", "full, hooked"])  # fmt: skip
 def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, owned, calls, monkeypatch):
     """Gradients are those of copies, to the bit, and what a hook has kept stays."""
     seen, kept, rotates = [], [], rotary.rotate_by_liger
@@ -152,9 +147,8 @@ def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, o
         return rotates(*given, overwrites=False)
 
     model = build()
-    if hooked:
-        for layer in model.get_decoder().layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    for layer in model.get_decoder().layers if hooked else ():
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
     found = []
     for function in (copying, rotate_by_liger):
         monkeypatch.setattr(rotary, "rotate_by_liger", function)
@@ -163,27 +157,26 @@ def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, o
     assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
 
 
-def test_only_packed_calls_run_them(calls):
+def test_graphs_fuse_by_themselves_and_calls_that_are_not_packed_run_none(calls):
     model, ids = tiny.model(layers=2), torch.arange(3, 20)[None]
     expected = model(input_ids=ids).logits
     assert torch.equal(patch(model)(input_ids=ids).logits, expected) and not calls
-    assert torch.equal(unpatch(model)(input_ids=ids).logits, expected)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_graphs_fuse_by_themselves(calls):
     model = patch(adapted())
     compile_layers(model, backend="aot_eager")
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
     assert calls == {"rms_norm": 1, "rms_norm_backward": 1}, "the last norm, which stands behind the layers"
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
-def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
+def test_the_kernels_get_what_they_take_alone(calls):
     """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
-    norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
-    with packed_call(PackedLayout.from_lengths((5,))):
-        assert torch.equal(RMSNormOverride(norm)(x), norm(x))
+    fits = torch.zeros(2, 8)
+    assert liger.takes(fits, fits)
+    others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
+    assert not any(liger.takes(fits, other) for other in others)
+    for given, weights in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        norm, x = LlamaRMSNorm(8).to(weights), torch.randn(5, 8).to(given)
+        with packed_call(PackedLayout.from_lengths((5,))):
+            assert torch.equal(RMSNormOverride(norm)(x), norm(x))
     assert not calls
 
 
@@ -193,28 +186,18 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
 def test_a_norms_backward_leaves_the_incoming_gradient(dtype, trains, narrow, calls, monkeypatch):
     monkeypatch.setattr(liger, "_NARROW", narrow)
     norm, x, grad = LlamaRMSNorm(8).to(dtype), torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    own = {"liger": lambda x, weight: liger.norm_by_liger(liger.liger_kernels(), 1e-6, x, weight)[0],
+           "own": lambda x, weight: weight * F.rms_norm(x.float(), (8,), eps=1e-6).to(dtype),
+           "exact": lambda x, weight: F.rms_norm(x, (8,), weight, eps=1e-6)}  # fmt: skip
     found = []
-    for kind in ("liger", "own", "exact"):
+    for kind, run_norm in own.items():
         to = torch.float64 if kind == "exact" else dtype
         given = x.to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_(trains)
-        incoming = grad.to(to)
-        if kind == "liger":
-            out, _ = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
-        elif kind == "own":
-            out = given[1] * (given[0].float() * (given[0].float().square().mean(-1, True) + 1e-6).rsqrt()).to(to)
-        else:
-            out = given[1] * given[0] * (given[0].square().mean(-1, True) + 1e-6).rsqrt()
+        out, incoming = run_norm(*given), grad.to(to)
         gradients = torch.autograd.grad(out, given[: 1 + trains], incoming)
         assert torch.equal(incoming, grad.to(to))
         found.append((out.detach(), dict(enumerate(gradients))))
     assert_no_worse(*found)
-
-
-def test_takes_what_the_kernels_take(calls):
-    fits = torch.zeros(2, 8)
-    assert liger.takes(fits, fits)
-    others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
-    assert not any(liger.takes(fits, other) for other in others)
 
 
 def test_describe_says_what_runs(calls, monkeypatch):

@@ -64,16 +64,11 @@ def mixing(mixer, model):
     return model
 
 
-def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
-    model = patch(unknown_model())
-    assert "level: interface" in describe(model)
-    assert "'never_heard_of' has no patch. The check found level interface exact." in caplog.text
-    assert check(model).is_exact
-
-
-def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
-    model = mixing(Smear, unknown_model())
-    assert "level: document" in describe(patch(model))
+@pytest.mark.parametrize(("mixer", "level"), [(None, "interface"), (Smear, "document")], ids=["attention", "smear"])
+def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(mixer, level, caplog):
+    model = unknown_model() if mixer is None else mixing(mixer, unknown_model())
+    assert f"level: {level}" in describe(patch(model))
+    assert f"'never_heard_of' has no patch. The check found level {level} exact." in caplog.text
     assert check(model).is_exact
 
 
@@ -181,24 +176,14 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
     assert describe(model) == "not patched"
 
 
-def test_known_code_is_not_checked_again(monkeypatch):
-    monkeypatch.setattr(candidates, "check", lambda model: pytest.fail("checked"))
-    patch(tiny.model())
-
-
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
     checked = watched(monkeypatch, candidates, "check")
     monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
-    assert "level: attention" in describe(patch(tiny.model()))
-    assert len(checked) == 1
-
-
-def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    assert "level: attention" in describe(patch(tiny.model())) and len(checked) == 1
     with torch.device("meta"):
-        model = LlamaForCausalLM(tiny.model().config)
+        without_weights = LlamaForCausalLM(tiny.model().config)
     with pytest.raises(ContaminationError, match="its weights are on the meta device"):
-        patch(model)
+        patch(without_weights)
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "prophetnet", "reformer"])
