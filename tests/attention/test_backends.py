@@ -106,35 +106,6 @@ def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
     assert choice.for_call(*qkv, call).name == "sdpa"
 
 
-@pytest.mark.parametrize("backend", ["flash", "varlen"])
-def test_backends_hand_their_kernels_the_right_arguments(backend, monkeypatch):
-    """The kernels themselves need a GPU; that they are called with the right arguments does not."""
-    calls = {}
-
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):  # fmt: skip
-        calls.update(locals())
-        return q
-
-    def varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale=None,
-                    window_size=(-1, -1), enable_gqa=False):  # fmt: skip
-        calls.update(locals(), softmax_scale=scale, causal=window_size[1] == 0)
-        return q
-
-    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
-    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames))
-    monkeypatch.setattr(flash, "_kernel", lambda capability, **_: kernel)
-    monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
-    layout = PackedLayout.from_lengths([3, 5])
-    query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
-    for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
-        call = AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention)
-        get_backend(backend)(query, key, value, call)
-        assert calls["window_size"] == expected
-        assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
-        assert calls["cu_seqlens_k"] is layout.cu_seqlens
-
-
 @pytest.mark.parametrize(("source", "said"), [
     ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')", "undefined symbol"),
     ("import no_such_package", "No module named 'no_such_package'"),

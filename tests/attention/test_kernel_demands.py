@@ -86,8 +86,8 @@ def test_flash_attention_takes_values_of_another_width(backend, dims, monkeypatc
         out = attend(*tensors, {"scaling": 0.3})
         assert out.shape == upstream.shape
         results.append([out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))])
-    for ours, eager, oracle in zip(*results, strict=True):
-        assert_low_precision(ours, eager, oracle, factor=3.0)
+    for ours, eager, true in zip(*results, strict=True):
+        assert_low_precision(ours, eager, true, factor=3.0)
 
 
 def test_no_kernel_is_asked_for_values_that_are_too_wide(monkeypatch):

@@ -24,8 +24,7 @@ def with_layout(change):
     def fault(override, args, kwargs):
         call = kwargs.get("packed_call")
         if call is not None and call.layout.rows == 1:
-            changed = PackedLayout.from_lengths(change(call.layout.lengths), rows=call.layout.rows)
-            kwargs = {**kwargs, "packed_call": PackedCall(changed)}
+            kwargs = {**kwargs, "packed_call": PackedCall(PackedLayout.from_lengths(change(call.layout.lengths)))}
         return override(*args, **kwargs)
 
     return fault

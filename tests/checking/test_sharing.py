@@ -28,24 +28,17 @@ def test_exact_models_are_found_exact(model_type, dtype):
     assert str(report["sharing"]) in describe(model)
 
 
-def _first_gradient_only(own):
-    def gather(self, packed):
-        copies = own(self, packed)
-        again = torch.ones(len(self.index), dtype=torch.bool)
-        again[self.first_index] = False
-        return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
-
-    return gather
+def _first_gradient_only(self, packed, own=TokenGather.gather):
+    copies = own(self, packed)
+    again = torch.ones(len(self.index), dtype=torch.bool)
+    again[self.first_index] = False
+    return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
 
 
-def _without_prefix(own):
+def _without_prefix(self, query, key, value, layout, arguments, own=dispatch.BackendChoice.attend):
     """Attend as if each segment were a document."""
-
-    def attend(self, query, key, value, layout, arguments):
-        alone = layout.attention.queries if layout.shares_prefixes else layout
-        return own(self, query, key, value, alone, arguments)
-
-    return attend
+    alone = layout.attention.queries if layout.shares_prefixes else layout
+    return own(self, query, key, value, alone, arguments)
 
 
 def _positions_of_segments(self):
@@ -54,43 +47,37 @@ def _positions_of_segments(self):
 
 
 # What could be wrong between rows and the row that holds their prefix once: each must be found.
+FAULTS = {
+    "positions begin anew": (PackedLayout, "position_ids", _positions_of_segments, "rows that share a prefix are not"),
+    "gradients are not added": (TokenGather, "gather", _first_gradient_only, "worst in the gradient of"),
+    "attention loses the beginning": (dispatch.BackendChoice, "attend", _without_prefix, r"model\.layers\.0\.self_a"),
+}
 
 
-def test_positions_that_begin_anew_are_found(monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, monkeypatch):
     model = shared(tiny.model(layers=2))
-    monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
-    assert {row.kind for row in check_unpadding(model).failed} == {"sharing", "sharing gradients"}
-    with pytest.raises(ContaminationError, match="rows that share a prefix are not exact on this model"):
-        check_unpadding(model).require_exact()
-    packing = check(model)
-    assert packing.verdict == "differs" and packing.failed[0].why.startswith("rows that share a prefix differ")
-
-
-def test_gradients_that_are_not_added_are_found(monkeypatch):
-    model = shared(tiny.model(layers=2))
-    monkeypatch.setattr(TokenGather, "gather", _first_gradient_only(TokenGather.gather))
+    owner, name, function, said = FAULTS[fault]
+    monkeypatch.setattr(owner, name, function)
     report = check_unpadding(model)
-    assert report.verdict == "differs" and not report.is_exact
-    assert [(row.kind, bool(row.where)) for row in report.failed] == [("sharing gradients", True)]
-    with pytest.raises(ContaminationError, match="worst in the gradient of"):
+    failed = {"sharing gradients"} if fault == "gradients are not added" else {"sharing", "sharing gradients"}
+    assert report.verdict == "differs" and {row.kind for row in report.failed} == failed
+    with pytest.raises(ContaminationError, match=said):
         report.require_exact()
 
 
-def test_attention_that_loses_the_beginning_is_found(monkeypatch):
-    model = shared(tiny.model(layers=2))
-    own = dispatch.BackendChoice.attend
-    monkeypatch.setattr(dispatch.BackendChoice, "attend", _without_prefix(own))
-    report = check_unpadding(model)
-    assert not report["sharing"].holds and report["sharing"].where == "model.layers.0.self_attn"
-
-
-def test_a_model_that_is_not_checked_is_not_patched(monkeypatch):
+def test_a_patch_and_a_check_of_packing_fail_with_it(monkeypatch):
+    patched, other = shared(tiny.model(layers=2)), tiny.model(layers=2)
     monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
-    model = tiny.model(layers=2)
+    packing = check(patched)
+    assert packing.verdict == "differs" and packing.failed[0].why.startswith("rows that share a prefix differ")
     with pytest.raises(ContaminationError, match="share_prefixes=False"):
-        shared(model)
-    assert find_state(model) is None
-    patch(model, unpad=True)  # which shares nothing
+        shared(other)
+    assert find_state(other) is None
+    patch(other, unpad=True)  # which shares nothing
+
+
+# What could be wrong between rows and the row that holds their prefix once: each must be found.
 
 
 def test_short_tables_of_positions_are_checked_or_never_share():

@@ -160,8 +160,5 @@ def test_the_check_leaves_no_trace(shared):
     if shared:
         assert report["sharing control"].difference > 0.1
         assert [row["verdict"] for row in report.table()][-3:] == ["sharing", "", ""]
-
-
-def test_only_what_is_patched_so_is_measured():
     with pytest.raises(UnsupportedModel, match="not patched to run without pads"):
-        check_unpadding(patch(tiny.model()))
+        check_unpadding(patch(model))
