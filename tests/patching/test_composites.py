@@ -72,6 +72,26 @@ def test_checkpointing_changes_nothing(name, reentrant):
     assert_same(run(model, inputs), expected)
 
 
+# Granite Vision's decoder adds features of images at several layers, where a mask of tokens says so.
+BESIDE = {"granite4_vision": "pixel_values", "voxtral": "input_features", "glmasr": "input_features",
+          "qwen2_audio": "input_features"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "left"), [*((name, False) for name in BESIDE), ("granite4_vision", True)])
+def test_images_at_several_layers_and_sounds_run_without_their_pads(name, left):
+    """The control moves them to other rows."""
+    stock = small_composite(name)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
+    expected, found = run(stock, inputs), run(model, inputs)
+    assert find_state(model).unpadding.calls > 0 and find_state(model).parts.takes_images
+    assert_float32(found[1], expected[1].double())
+    if name != "granite4_vision":
+        assert any("audio" in key for key in found[2])
+        assert_same(found, expected)
+    others = {**inputs, BESIDE[name]: inputs[BESIDE[name]].roll(1, 0)}
+    assert differs(run(model, others)[1], expected[1])
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_negative_control_rows_that_see_each_other(name, monkeypatch):
     stock = small_composite(name)
@@ -95,30 +115,6 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     assert find_state(model).unpadding.calls > 0
     others = {key: inputs[key].roll(1, 0) for key in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
     assert differs(run(model, {**inputs, **others})[1], expected[1])
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(left):
-    """Granite Vision: its decoder adds features of images at several layers, where a mask of tokens says so."""
-    stock = small_composite("granite4_vision")
-    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
-    (_, logits, _), found = run(stock, inputs), run(model, inputs)
-    state = find_state(model)
-    assert state.parts.takes_images and state.unpadding.calls > 0
-    assert_float32(found[1], logits.double())
-    others = {**inputs, "pixel_values": inputs["pixel_values"].roll(1, 0)}
-    assert differs(run(model, others)[1], logits)
-
-
-@pytest.mark.parametrize("name", ["voxtral", "glmasr", "qwen2_audio"])
-def test_batches_with_sounds_run_without_their_pads(name):
-    stock = small_composite(name)
-    inputs, model = image_batch(stock).inputs, without_pads(stock)
-    expected, found = run(stock, inputs), run(model, inputs)
-    assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in found[2])
-    assert_same(found, expected)
-    others = {**inputs, "input_features": inputs["input_features"].roll(1, 0)}
-    assert differs(run(model, others)[1], expected[1])
 
 
 @pytest.mark.parametrize("name", ["mllama", "nemotron_h_omni"])

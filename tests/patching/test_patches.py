@@ -169,22 +169,16 @@ def test_patch_is_idempotent_and_changes_backend():
 
 
 def test_patched_is_for_the_length_of_the_block():
-    model = tiny.model()
+    model, docs = tiny.model("bloom"), tiny.documents()
     with pytest.raises(RuntimeError, match="inside"), patched(model):
         assert describe(model) != "not patched"
         raise RuntimeError("inside")
     assert describe(model) == "not patched"
-    patch(model)
-    before = find_state(model)
-    with patched(model):
-        pass
-    assert find_state(model) is before
-
-
-def test_patched_model_is_patched_as_it_was_after_a_block_with_other_options():
-    model, docs = patch(tiny.model("bloom"), fused_kernels=False), tiny.documents()
+    patch(model, fused_kernels=False)
     before, attributes = find_state(model), [dict(vars(module)) for module in model.modules()]
     expected = forward(model, docs).logits
+    with patched(model, fused_kernels=False):
+        assert find_state(model) is before
     with patched(model, unpad=True):
         assert find_state(model) is not before and find_state(model).options.unpad
     assert find_state(model) is before and [dict(vars(module)) for module in model.modules()] == attributes
@@ -225,22 +219,18 @@ def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
     assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
 
 
-@pytest.mark.parametrize("what", ["model", *in_full("layers")])
+@pytest.mark.parametrize("what", ["model", "before the patch", *in_full("layers")])
 def test_a_compiled_patched_model_equals_the_eager_one(what):
-    model, docs = patch(tiny.model(layers=2)), tiny.documents()
-    expected = forward(model, docs).logits
-    compiled = model if what == "layers" else torch.compile(model, backend="aot_eager")
+    model, batches = tiny.model(layers=2), [tiny.documents(), tiny.documents((4, 31, 2), seed=3)]
+    expected = [torch.cat([model(input_ids=ids[None]).logits[0] for ids in docs]) for docs in batches]
+    if what == "before the patch":
+        compiled = patch(torch.compile(model, backend="aot_eager"))
+    else:
+        compiled = patch(model) if what == "layers" else torch.compile(patch(model), backend="aot_eager")
     for layer in model.model.layers if what == "layers" else ():
         layer.compile(backend="aot_eager")
-    assert_float32(forward(compiled, docs).logits, expected)
-    other = tiny.documents((4, 31, 2), seed=3)
-    assert_float32(forward(compiled, other).logits, forward(model, other).logits)
-
-
-def test_patching_a_compiled_model():
-    model, docs = torch.compile(tiny.model(layers=2), backend="aot_eager"), tiny.documents()
-    expected = [model._orig_mod(input_ids=ids[None]).logits[0] for ids in docs]
-    assert_float32(forward(patch(model), docs).logits[0], torch.cat(expected))
+    for docs, alone in zip(batches, expected, strict=True):
+        assert_float32(forward(compiled, docs).logits[0], alone)
 
 
 def test_a_long_document_does_not_change_the_others_rope():
