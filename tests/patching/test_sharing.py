@@ -23,16 +23,17 @@ from trl_packfa.patching.forwards import BackboneOverride
 from trl_packfa.patching.unpadding import Sharing
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
-# interface, an attention function of its own.
+# interface, an attention function of its own, learned positions that go on from the prefix.
 TYPES = (
     "llama", "mistral", "granite", "phi", "phi3", "qwen2", "gemma2", "gemma3", "bloom", "falcon", "mpt",
-    "gpt_oss", "mixtral", "olmo2", "gptj", "cohere",
+    "gpt_oss", "mixtral", "olmo2", "gptj", "cohere", "gpt2",
 )  # fmt: skip
 ALONE = {
     "mamba2": "documents run one by one in Mamba2Mixer",
     "qwen3_next": "documents run one by one in Qwen3NextGatedDeltaNet",
     "roformer": "the backbone runs document by document",
     "phi3-longrope": "the rotary embedding's frequencies depend on the length of a document",
+    "bart": "documents run one by one in BartLearnedPositionalEmbedding",
 }
 SHARED = 2 * 20 + 17
 
@@ -74,12 +75,6 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
     assert f"shared prefixes: not used, rows are computed separately: {ALONE[name]}" in describe(made)
     told = [record.message for record in caplog.records if "share no prefixes" in record.message]
     assert len(told) == 1 and ALONE[name] in told[0]
-
-
-def test_learned_positions_go_on_from_the_prefix():
-    assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
-    made = shared(small_model("bart"))
-    assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -138,16 +133,6 @@ def test_a_classifier_pools_the_last_token_of_each_row():
         assert counted(made).shared == SHARED
 
 
-def test_rows_without_pads_share_and_rows_that_are_the_same_are_one():
-    made = tiny.model()
-    ids = torch.stack(tiny.documents((30, 30)))[:, :]
-    ids[1, :25] = ids[0, :25]
-    for batch, shared in ((ids, 25), (ids[:1].repeat(3, 1), 60)):
-        call = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
-        assert compare(made, call).shared == shared
-        unpatch(made)
-
-
 # What a call may hold by which rows differ where their ids do not, or that goes on from elsewhere.
 APART = {
     "positions": lambda batch: {"position_ids": torch.arange(50, 50 + batch.shape[1]).expand(batch.shape)},
@@ -186,6 +171,16 @@ def test_a_rate_that_a_forward_reads_from_its_config_is_seen():
     assert sharing._draws() is not None and Sharing(module.eval(), None)._draws() is None
 
 
+def test_rows_without_pads_share_and_rows_that_are_the_same_are_one():
+    made = tiny.model()
+    ids = torch.stack(tiny.documents((30, 30)))
+    ids[1, :25] = ids[0, :25]
+    for batch, shared in ((ids, 25), (ids[:1].repeat(3, 1), 60)):
+        call = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        assert compare(made, call).shared == shared
+        unpatch(made)
+
+
 def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     made, batch = shared(tiny.model(attention_dropout=0.5)), padded(documents())
     made.eval()(**batch)
@@ -195,7 +190,18 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     assert counted(made).shared == SHARED
     told = [r.message for r in caplog.records if "draws its own random numbers" in r.message]
     assert len(told) == 1 and "LlamaModel share no prefixes while LlamaAttention.attention_dropout" in told[0]
-    adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    noisy = shared(tiny.model()).train()
+    noisy.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
+    noisy(**batch)
+    assert counted(noisy).shared == 0
+    del noisy.get_input_embeddings().neftune_noise_alpha
+    noisy(**batch)
+    assert counted(noisy).shared == SHARED
+
+
+def test_nothing_is_shared_while_an_adapter_drops():
+    batch, config = padded(documents()), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
+    adapted = get_peft_model(tiny.model(), config)
     shared(adapted).train()(**batch)
     assert counted(adapted).shared == 0
     for module in adapted.modules():
@@ -204,7 +210,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     adapted(**batch)
     assert counted(adapted).shared == SHARED
     # Another adapter takes the place of the first: there are as many modules as before.
-    adapted.add_adapter("other", LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    adapted.add_adapter("other", config)
     adapted.delete_adapter("default")
     adapted.set_adapter("other")
     adapted.train()(**batch)
@@ -221,16 +227,6 @@ def test_a_layout_that_serves_two_batches_shares_the_prefixes_of_each():
         for own, found in zip(tokens, packed, strict=True):
             assert_float32(found, made(input_ids=own[None], use_cache=False).logits[0].detach().double())
     assert counted(made).shared == 2 * 20
-
-
-def test_noise_on_embeddings_is_each_rows_own():
-    made, batch = shared(tiny.model()).train(), padded(documents())
-    made.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
-    made(**batch)
-    assert counted(made).shared == 0
-    del made.get_input_embeddings().neftune_noise_alpha
-    made(**batch)
-    assert counted(made).shared == SHARED
 
 
 def test_activated_lora_and_missing_unpad_are_refused():

@@ -85,11 +85,11 @@ def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried
 
 def test_a_users_patch_that_does_not_fit_says_what_is_read(monkeypatch):
     """Its functions may raise anything when the check runs them."""
-    config = unknown_model().config.model_type
+    model = unknown_model()
+    config = model.config.model_type
     qkv = {"LlamaAttention": lambda module, hidden_states, *_: module.no_such_layer(hidden_states)}
     own = AttentionPatch(model_types=(config,), backbone="LlamaModel", attention=qkv, origin="my_package")
     monkeypatch.setitem(registry._table(), config, own)
-    model = unknown_model()
     with pytest.raises(UnsupportedModel, match=r"registered for 'never_heard_of' (.|\n)*no_such_layer(.|\n)*scaling"):
         patch(model)
     assert describe(model) == "not patched"
@@ -192,6 +192,11 @@ def test_a_type_that_no_level_serves_is_refused_with_the_reason(model_type):
         patch(small_model(model_type))
 
 
+def test_every_registered_type_was_found_exact_with_the_level_it_has():
+    served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
+    assert served == {name: patch.level for name, patch in registered_patches().items() if name in results()}
+
+
 def batch_of(docs):
     return {"input_ids": torch.cat(docs)[None], "position_ids": PackedLayout.from_lengths(LENGTHS).position_ids()}
 
@@ -228,14 +233,8 @@ def test_the_models_own_attention_implementation_does_not_matter(model_type, imp
     assert torch.equal(patch(model)(**batch_of(docs)).logits, expected)
 
 
-def test_every_registered_type_was_found_exact_with_the_level_it_has():
-    served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
-    patches = {name: patch for name, patch in registered_patches().items() if name in results()}
-    assert served == {name: patch.level for name, patch in patches.items()}
-
-
 class Decay(nn.Module):
-    """A mixer with a kernel that honours `seq_idx`, or ignores it, or has none."""
+    """A mixer with a kernel that honours `seq_idx`, or ignores it, or has none (`None`)."""
 
     honours = True
 
@@ -253,27 +252,19 @@ class Decay(nn.Module):
         return torch.stack(out, dim=1)
 
 
-class Forgetful(Decay):
-    honours = False
-
-
-class Guarded(Decay):
-    honours = None
-
-
-@pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
-def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
+@pytest.mark.parametrize("honours", [True, False, None])
+def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(honours):
     torch.manual_seed(0)
+    mixer = type("Mixer", (Decay,), {"honours": honours, "used": False})
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
     x = torch.randn(1, 15, 4)
     exact = torch.cat([module(document[None])[0] for document in layout.split(x)])[None]
     module.forward = MixerOverride(module, ModulePatch(model_types=("decay",), mixers=("Decay",)), known)
-    mixer.used = False
     for _ in range(2):
         with packed_call(layout):
             assert_float32(module(x), exact)
-    assert known == {(mixer, True): ("cu_seq_lens_q", "seq_idx") if native else ()}
-    assert mixer.used is native
+    assert known == {(mixer, True): ("cu_seq_lens_q", "seq_idx") if honours else ()}
+    assert mixer.used is bool(honours)
 
 
 @pytest.mark.parametrize("honours", [True, False])
