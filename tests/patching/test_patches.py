@@ -1,4 +1,5 @@
-"""One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file."""
+"""One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file. What a patch leaves and
+makes, on a few of them."""
 
 import copy
 from collections import Counter
@@ -9,6 +10,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from calls import watched
 from pretended_liger import pretend_liger
 from selection import in_full
 from tiny_models import small_model
@@ -17,9 +19,11 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, diff
 from trl_packfa import PackedLayout, describe, patch, patched, unpatch
 from trl_packfa.candidates import get_patch
 from trl_packfa.errors import NoBackend, PackingError
+from trl_packfa.layout.call_context import empty_mask
 from trl_packfa.override import override_in
 from trl_packfa.patches.base import AttentionPatch
 from trl_packfa.patches.registry import registered_patches
+from trl_packfa.patching import per_document
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.packed_attention import masked_by_choice
 from trl_packfa.patching.state import find_state
@@ -301,3 +305,27 @@ def test_a_backbone_that_makes_its_mask_runs_in_another_thread_in_the_middle_of_
     assert (seen[0], seen[2], model.config._attn_implementation) == (own, "packfa", own)
     assert torch.equal(seen[1], expected)
     assert torch.equal(forward(model, tiny.documents()).logits, packed)
+
+
+def test_a_layout_of_inference_mode_serves_training():
+    layout, x = PackedLayout.from_lengths((30, 5)), torch.randn(1, 35, 4, requires_grad=True)
+    with torch.inference_mode():
+        per_document.run_by_document(torch.sin, (x,), {}, layout)
+    per_document.run_by_document(torch.sin, (x,), {}, layout).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_a_mask_is_made_only_for_modules_that_are_handed_one(monkeypatch):
+    """It is quadratic in the longest document of a group: a state space model never looks at it."""
+    made = watched(monkeypatch, torch, "full")
+    layout = PackedLayout.from_lengths((300, 5))
+    x = torch.randn(1, 305, 4)
+
+    def mixer(hidden, attention_mask=None):
+        assert attention_mask is None or attention_mask.shape[-2:] == (hidden.shape[1],) * 2
+        return hidden * 2
+
+    assert torch.equal(per_document.run_by_document(mixer, (x,), {}, layout), x * 2) and not made
+    masked = {"attention_mask": empty_mask(layout, x.device, dtype=torch.float32)}
+    assert torch.equal(per_document.run_by_document(mixer, (x,), masked, layout), x * 2)
+    assert [tuple(shape) for shape, *_ in made] == [(300, 300), (5, 5)]
