@@ -1,4 +1,4 @@
-"""The flex backend: a block mask of exactly the pairs of the layout, found without looking at pairs, and compiled kernels
+"""The flex backend: a block mask of exactly the pairs of the layout, found without looking at pairs; compiled kernels
 that are no other graph for other documents, and never torch's unfused way, however many kinds a process asks for."""
 
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""Models with images or sounds: padded batches run without their pads in the text decoder; where the tokens of an image
-see each other, by blocks."""
+"""Models with images or sounds: padded batches run without their pads in the text decoder; by blocks, where the tokens
+of an image see each other."""
 
 import copy
 

@@ -1,5 +1,5 @@
-"""One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file. What a patch leaves and
-makes, on a few of them."""
+"""One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file. What patches make and
+leave is tried on some."""
 
 import copy
 from collections import Counter
