@@ -171,35 +171,27 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
         assert torch.equal(one.grad, other.grad)
 
 
-def test_compiled_it_packs_too():
-    model = named("gemma2", num_hidden_layers=2)
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        for told in ("position_ids", "cu_seq_lens", "both"):
-            ours = torch.cat(split(compiled(input_ids=row(), use_cache=False, **TOLD[told]).logits))
-            assert_float32(ours, torch.cat(packed(model, **TOLD[told])).double())
-        assert differs(torch.cat(packed(model)), torch.cat(packed(model, **TOLD["both"])))
-
-
-def test_boundaries_in_the_same_buffer_are_read_anew():
-    model = named("llama", num_hidden_layers=1)
-    positions = LAYOUT.position_ids()
-    with torch.no_grad():
-        first = torch.cat(packed(model, position_ids=positions))
-        positions.copy_(torch.arange(sum(LENGTHS))[None])
-        second = torch.cat(packed(model, position_ids=positions))
-    assert differs(second, first)
-
-
-def test_transformers_collator_is_understood():
+@torch.no_grad()
+def test_boundaries_in_the_same_buffer_are_read_anew_and_transformers_collator_is_understood():
     """A plain Trainer sends positions together with cu_seq_lens."""
     examples = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in documents()]
     batch = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=True)(examples))
     assert {"position_ids", "cu_seq_lens_q"} <= set(batch)
-    model = named("llama")
-    with torch.no_grad():
-        ours = model(**batch, use_cache=False)
-        assert torch.equal(torch.cat(split(ours.logits)), torch.cat(packed(model, **TOLD["position_ids"])))
+    model, positions = named("llama", num_hidden_layers=2), LAYOUT.position_ids()
+    first = torch.cat(packed(model, position_ids=positions))
+    assert torch.equal(torch.cat(split(model(**batch, use_cache=False).logits)), first)
+    positions.copy_(torch.arange(sum(LENGTHS))[None])
+    assert differs(torch.cat(packed(model, position_ids=positions)), first)
+
+
+@torch.no_grad()
+def test_compiled_it_packs_too():
+    model = named("gemma2", num_hidden_layers=2)
+    compiled = torch.compile(model, backend="eager")
+    for told in ("position_ids", "cu_seq_lens", "both"):
+        ours = torch.cat(split(compiled(input_ids=row(), use_cache=False, **TOLD[told]).logits))
+        assert_float32(ours, torch.cat(packed(model, **TOLD[told])).double())
+    assert differs(torch.cat(packed(model)), torch.cat(packed(model, **TOLD["both"])))
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
@@ -328,21 +320,15 @@ def test_documents_that_change_the_frequencies_of_others_are_refused():
     assert_float32(logits[0].detach(), torch.cat(expected))
 
 
-def test_another_packages_function_of_the_name():
+def test_another_packages_function_of_the_name_no_import_and_old_transformers_are_refused(monkeypatch):
     AttentionInterface.register("packfa", lambda *args, **kwargs: pytest.fail("called"))
     with pytest.raises(InvalidConfig, match=r"registered twice.\n  - .*<lambda> has taken the name"):
         register_name()
     with pytest.raises(InvalidConfig, match="registered twice"):
         packed(named("llama", num_hidden_layers=1), **TOLD["both"])
-
-
-def test_the_name_without_the_import():
     AttentionInterface._global_mapping.pop("packfa")
     with pytest.raises(ValueError, match='attn_implementation="packfa"` is not supported'):
         named("llama", num_hidden_layers=1)
-
-
-def test_too_old_a_transformers(monkeypatch):
     monkeypatch.setitem(MINIMUM_VERSIONS, "transformers", "99")
     with pytest.raises(VersionTooOld, match=r"transformers .*, needed >= 99"):
         importlib.reload(trl_packfa.register)
