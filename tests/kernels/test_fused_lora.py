@@ -159,7 +159,7 @@ def hook(model):
 def set_forward(model):
     for module in model.modules():
         if isinstance(module, LoraLayer):
-            module.forward = module.forward
+            module.forward = partial(module.forward)
 
 
 def train_bases(model):
