@@ -239,8 +239,8 @@ def with_prompt(kind):
 @pytest.mark.parametrize(("build", "said"), [
     (classifier_without_pad_token, "LlamaForSequenceClassification has no pad_token_id"),
     (lambda: small_model("rwkv"), "RwkvForCausalLM passes its backbone no attention_mask"),
-    (lambda: with_prompt(PrefixTuningConfig), "PREFIX_TUNING"),
-    (lambda: with_prompt(PromptTuningConfig), "PROMPT_TUNING"),
+    (lambda: with_prompt(PrefixTuningConfig), "PEFT's prefix_tuning"),
+    (lambda: with_prompt(PromptTuningConfig), "PEFT's prompt_tuning"),
 ], ids=["no pad token", "no mask", "prefix", "prompt"])  # fmt: skip
 def test_models_that_cannot_run_without_pads_are_refused(build, said):
     with pytest.raises(PackingError, match=said):
