@@ -23,17 +23,16 @@ from trl_packfa.patching.forwards import BackboneOverride
 from trl_packfa.patching.unpadding import Sharing
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
-# interface, an attention function of its own, learned positions that go on from the prefix.
+# interface, an attention function of its own.
 TYPES = (
     "llama", "mistral", "granite", "phi", "phi3", "qwen2", "gemma2", "gemma3", "bloom", "falcon", "mpt",
-    "gpt_oss", "mixtral", "olmo2", "gptj", "cohere", "gpt2",
+    "gpt_oss", "mixtral", "olmo2", "gptj", "cohere",
 )  # fmt: skip
 ALONE = {
     "mamba2": "documents run one by one in Mamba2Mixer",
     "qwen3_next": "documents run one by one in Qwen3NextGatedDeltaNet",
     "roformer": "the backbone runs document by document",
     "phi3-longrope": "the rotary embedding's frequencies depend on the length of a document",
-    "bart": "documents run one by one in BartLearnedPositionalEmbedding",
 }
 SHARED = 2 * 20 + 17
 
@@ -75,6 +74,13 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
     assert f"shared prefixes: not used, rows are computed separately: {ALONE[name]}" in describe(made)
     told = [record.message for record in caplog.records if "share no prefixes" in record.message]
     assert len(told) == 1 and ALONE[name] in told[0]
+
+
+def test_learned_positions_go_on_from_the_prefix():
+    """Of rows padded on the right: on the left, gpt2 and BART count from the pads on."""
+    assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
+    made = shared(small_model("bart"))
+    assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
