@@ -80,32 +80,14 @@ def test_load_in_8bit_leaves_the_threshold_out_and_says_so(saved, caplog):
     assert padded.model.config.quantization_config.llm_int8_threshold == 6.0
 
 
-@pytest.mark.parametrize("threshold", [6.0, 0.0])
-def test_int8_layers_that_were_put_in_by_hand_are_looked_at(threshold):
-    """No config tells of them."""
-    model = tiny.model(layers=1)
-    layer = Linear8bitLt(64, 64, bias=True, has_fp16_weights=False, threshold=threshold)
-    model.model.layers[0].self_attn.q_proj = layer
-    if threshold:
-        with pytest.raises(UnsupportedModel, match=r"layers.0.self_attn.q_proj' .* a threshold of 6.0"):
-            refuse_quantized(model)
-    else:
-        refuse_quantized(model)
-
-
 def test_every_quantizer_of_transformers_is_in_the_table():
     assert {method.value for method in QuantizationMethod} | set(AUTO_QUANTIZER_MAPPING) == set(QUANTIZERS)
 
 
-class PerTensor:
-    """As torchao's."""
-
-
-class PerRow:
-    """As torchao's."""
-
-
-def torchao(name, **attributes):
+def torchao(name, *granularity):
+    """A config as torchao's, whose scales are of each tensor or of each row."""
+    scales = tuple(type(scale, (), {})() for scale in granularity)
+    attributes = {"granularity": scales if len(scales) > 1 else scales[0]} if scales else {}
     return {"quant_method": "torchao", "quant_type": type(name, (), attributes)()}
 
 
@@ -120,9 +102,9 @@ def compressed(**activations):
     ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "refused"),
     (torchao("Int8WeightOnlyConfig"), "exact"),
     (torchao("Int8DynamicActivationInt8WeightConfig"), "exact"),
-    (torchao("Int8DynamicActivationInt8WeightConfig", granularity=(PerTensor(), PerRow())), "refused"),
+    (torchao("Int8DynamicActivationInt8WeightConfig", "PerTensor", "PerRow"), "refused"),
     (torchao("Float8DynamicActivationFloat8WeightConfig"), "refused"),
-    (torchao("Float8DynamicActivationFloat8WeightConfig", granularity=PerRow()), "exact"),
+    (torchao("Float8DynamicActivationFloat8WeightConfig", "PerRow"), "exact"),
     (torchao("SomethingNewConfig"), "unknown"),
     (compressed(), "exact"),
     (compressed(dynamic=True, strategy="token"), "exact"),
@@ -150,24 +132,31 @@ def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
     assert checked == [(other,)]
 
 
-class Float8Linear(torch.nn.Linear):
+def int8_layer(layer, threshold):
+    return Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False, threshold=threshold)
+
+
+def float8_layer(layer, granularity):
     """A stand-in for torchao's layer of this name."""
+    made = type("Float8Linear", (torch.nn.Linear,), {})(layer.in_features, layer.out_features, bias=False)
+    scaling = SimpleNamespace(scaling_granularity=SimpleNamespace(name=granularity))
+    made.config = SimpleNamespace(cast_config_input=scaling)
+    return made
 
-    def __init__(self, layer, granularity):
-        super().__init__(layer.in_features, layer.out_features, bias=False)
-        scaling = SimpleNamespace(scaling_granularity=SimpleNamespace(name=granularity))
-        self.config = SimpleNamespace(cast_config_input=scaling)
 
-
-def test_a_float8_layer_with_one_scale_for_a_tensor_is_refused_by_name():
-    for granularity, refused in (("TENSORWISE", True), ("AXISWISE", False)):
-        model = tiny.model(layers=1)
-        model.model.layers[0].mlp.up_proj = Float8Linear(model.model.layers[0].mlp.up_proj, granularity)
-        if not refused:
-            refuse_quantized(model)
-            continue
-        with pytest.raises(UnsupportedModel, match=r"up_proj' is torchao's Float8Linear(.|\n)*'rowwise'"):
-            refuse_quantized(model)
+@pytest.mark.parametrize(("make", "refused", "exact", "said"), [
+    (int8_layer, 6.0, 0.0, r"layers.0.mlp.up_proj' .* a threshold of 6.0"),
+    (float8_layer, "TENSORWISE", "AXISWISE", r"up_proj' is torchao's Float8Linear(.|\n)*'rowwise'"),
+])  # fmt: skip
+def test_layers_that_were_put_in_by_hand_are_looked_at(make, refused, exact, said):
+    """No config tells of them."""
+    model = tiny.model(layers=1)
+    mlp, layer = model.model.layers[0].mlp, model.model.layers[0].mlp.up_proj
+    mlp.up_proj = make(layer, exact)
+    refuse_quantized(model)
+    mlp.up_proj = make(layer, refused)
+    with pytest.raises(UnsupportedModel, match=said):
+        refuse_quantized(model)
 
 
 def test_torchaos_float8_is_exact_by_token_and_leaks_with_one_scale_for_a_tensor(monkeypatch):

@@ -32,8 +32,19 @@ def test_refusals_name_every_reason():
         "varlen_attn has no attention sinks", "varlen_attn has no dropout, the model asks for 0.1",
     ]  # fmt: skip
     assert reasons["sdpa"] == reasons["reference"] == []
-    assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flex"]
-    assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
+    for name in ("flex", "flash"):
+        assert "needs a CUDA or ROCm device, the model is on cpu" in reasons[name]
+
+
+def test_auto_takes_the_first_without_refusals_and_a_named_backend_runs_or_raises():
+    in_float32 = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+    assert attention.resolve(in_float32).name == "sdpa", "never reference"
+    assert attention.resolve(in_float32, "reference").name == "reference"
+    said = r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
+    with pytest.raises(NoBackend, match=said):
+        attention.resolve(in_float32, "varlen")
+    with pytest.raises(NoBackend, match=r"no attention backend 'fa2'(.|\n)*'flash', 'varlen', 'flex', 'sdpa'"):
+        attention.BackendChoice("fa2")
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,49 +52,22 @@ SERVED = AttentionRequest(torch.device("cpu"), torch.bfloat16, head_dim=64, num_
 ASKED = {"sliding_window": 16, "softcap": 30.0, "sinks": True, "dropout": 0.1, "bias": True}
 
 
-@pytest.mark.parametrize("feature", ASKED)
 @pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
-def test_what_a_backend_lacks_it_refuses_and_what_it_has_it_takes(name, feature, monkeypatch):
+def test_what_a_backend_lacks_it_refuses_and_what_it_has_it_takes(name, monkeypatch):
+    """Features, dtypes, and widths of heads."""
     backend = get_backend(name)
     on_any_device(monkeypatch, type(backend))
     capabilities = backend.capabilities
-    served = SERVED._replace(dtype=(capabilities.dtypes or DTYPES)[0])
-    assert capabilities.refusals(served) == []
-    reasons = capabilities.refusals(served._replace(**{feature: ASKED[feature]}))
-    assert bool(reasons) != getattr(capabilities, feature)
-    assert all(reason.startswith(capabilities.function) for reason in reasons)
-
-
-@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
-def test_limits_of_shape_and_dtype_are_refused_past_them_only(name, monkeypatch):
-    backend = get_backend(name)
-    on_any_device(monkeypatch, type(backend))
-    capabilities = backend.capabilities
-    served = {dtype for dtype in DTYPES if not capabilities.refusals(SERVED._replace(dtype=dtype))}
-    assert served == set(capabilities.dtypes or DTYPES)
-    one = SERVED._replace(dtype=(capabilities.dtypes or DTYPES)[0])
-    widths = [width for width in range(1, 300) if not capabilities.refusals(one._replace(head_dim=width))]
+    dtypes = capabilities.dtypes or DTYPES
+    assert {dtype for dtype in DTYPES if not capabilities.refusals(SERVED._replace(dtype=dtype))} == set(dtypes)
+    served = SERVED._replace(dtype=dtypes[0])
+    for feature, value in ASKED.items():
+        reasons = capabilities.refusals(served._replace(**{feature: value}))
+        assert bool(reasons) != getattr(capabilities, feature), feature
+        assert all(reason.startswith(capabilities.function) for reason in reasons)
+    widths = [width for width in range(1, 300) if not capabilities.refusals(served._replace(head_dim=width))]
     step, most = capabilities.head_dim_multiple, capabilities.max_head_dim or 299
     assert widths == [w for w in range(1, most + 1) if w % step == 0 and w >= capabilities.min_head_dim]
-
-
-IN_FLOAT32 = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
-
-
-def test_auto_takes_the_first_without_refusals_and_never_reference():
-    assert attention.resolve(IN_FLOAT32).name == "sdpa"
-
-
-def test_a_named_backend_runs_or_raises_with_request_and_reasons():
-    assert attention.resolve(IN_FLOAT32, "reference").name == "reference"
-    said = r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
-    with pytest.raises(NoBackend, match=said):
-        attention.resolve(IN_FLOAT32, "varlen")
-
-
-def test_an_unknown_backend_is_refused_with_the_names():
-    with pytest.raises(NoBackend, match=r"no attention backend 'fa2'(.|\n)*'flash', 'varlen', 'flex', 'sdpa'"):
-        attention.BackendChoice("fa2")
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "rounded"), [
@@ -93,15 +77,12 @@ def test_an_unknown_backend_is_refused_with_the_names():
 def test_flash_index_overflow_counts_heads_as_its_backward_rounds_them(head_dim, value_dim, rounded, monkeypatch):
     """Up to 128 more tokens a document; a batch below the limit is the control, and one without gradients."""
     layout, heads = PackedLayout.from_lengths([1_000] * 64), 32
-    call = AttentionArguments(scaling=1.0).on(layout.attention)
     needed = (64_000 + 128 * 64) * heads * rounded
 
     def exceeds(grads=True):
-        shapes = [(heads, head_dim), (heads, head_dim), (heads, value_dim)]
-        qkv = [
-            torch.empty(64_000, *shape, device="meta", requires_grad=grads, dtype=torch.bfloat16) for shape in shapes
-        ]
-        return base.exceeds_int32(*qkv, call.layout)
+        qkv = [torch.empty(64_000, heads, width, device="meta", requires_grad=grads, dtype=torch.bfloat16)
+               for width in (head_dim, head_dim, value_dim)]  # fmt: skip
+        return base.exceeds_int32(*qkv, layout.attention)
 
     monkeypatch.setattr(base, "_MAX_ELEMENTS", needed)
     assert exceeds() and not exceeds(grads=False)
@@ -123,35 +104,6 @@ def test_one_batch_beyond_flashs_index_runs_on_another_backend(monkeypatch):
     assert choice.for_call(*qkv, call).name == "flash"
     monkeypatch.setattr(base, "_MAX_ELEMENTS", 8)
     assert choice.for_call(*qkv, call).name == "sdpa"
-
-
-@pytest.mark.parametrize("backend", ["flash", "varlen"])
-def test_backends_hand_their_kernels_the_right_arguments(backend, monkeypatch):
-    """The kernels themselves need a GPU; that they are called with the right arguments does not."""
-    calls = {}
-
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):  # fmt: skip
-        calls.update(locals())
-        return q
-
-    def varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale=None,
-                    window_size=(-1, -1), enable_gqa=False):  # fmt: skip
-        calls.update(locals(), softmax_scale=scale, causal=window_size[1] == 0)
-        return q
-
-    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
-    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames))
-    monkeypatch.setattr(flash, "_kernel", lambda capability, **_: kernel)
-    monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
-    layout = PackedLayout.from_lengths([3, 5])
-    query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
-    for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
-        call = AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention)
-        get_backend(backend)(query, key, value, call)
-        assert calls["window_size"] == expected
-        assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
-        assert calls["cu_seqlens_k"] is layout.cu_seqlens
 
 
 @pytest.mark.parametrize(("source", "said"), [

@@ -63,9 +63,9 @@ def test_ranks_share_a_row_exactly(monkeypatch, name, backend):
     assert_shared(monkeypatch, 2, 12, 4, arguments, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("size", "heads", "key_value_heads"), [(4, 8, 8), (4, 8, 2), (4, 4, 1), (4, 12, 6), (3, 6, 2)]
-)
+@pytest.mark.parametrize(("size", "heads", "key_value_heads"), [
+    (4, 8, 8), (4, 8, 2), (4, 4, 1), (4, 12, 6), (3, 6, 2)
+])  # fmt: skip
 def test_key_value_heads_are_dealt_or_repeated(monkeypatch, size, heads, key_value_heads):
     assert_shared(monkeypatch, size, heads, key_value_heads, AttentionArguments(scaling=1.0))
 
@@ -74,6 +74,16 @@ def test_documents_may_share_a_prefix(monkeypatch):
     """5 tokens that two documents begin with."""
     documents = [(0, 1), (0, 2), (3,), (4,)]
     assert_shared(monkeypatch, 2, 4, 2, AttentionArguments(scaling=1.0), documents=documents)
+
+
+def test_heads_that_ranks_cannot_divide_and_terms_from_tokens_are_refused(monkeypatch):
+    said = r"sequence_parallel=4 does not divide the model's 6 attention heads(.|\n)*\["
+    with pytest.raises(PackingError, match=said):
+        assert_shared(monkeypatch, 4, 6, 2, AttentionArguments(scaling=1.0))
+    arguments = AttentionArguments(scaling=1.0, bias=lambda queries, keys: torch.zeros(()))
+    monkeypatch.setattr(BackendChoice, "_attend_causally", lambda self, qkv, *_: qkv[0])
+    with pytest.raises(PackingError, match=r"shared by 2 processes cannot have a term added(.|\n)*ALiBi"):
+        assert_shared(monkeypatch, 2, 4, 2, arguments)
 
 
 def test_the_layout_of_the_own_part_is_wrong(monkeypatch):
@@ -93,16 +103,3 @@ def test_half_precision_is_moved_as_it_is(monkeypatch, dtype):
         return attend(*map(shard.local, given[:3]), own, AttentionArguments(scaling=1.0))
 
     assert torch.equal(torch.cat(Ranks(2).run(monkeypatch, work)), whole)
-
-
-def test_heads_that_ranks_cannot_divide_are_refused(monkeypatch):
-    said = r"sequence_parallel=4 does not divide the model's 6 attention heads(.|\n)*\["
-    with pytest.raises(PackingError, match=said):
-        assert_shared(monkeypatch, 4, 6, 2, AttentionArguments(scaling=1.0))
-
-
-def test_a_term_from_tokens_is_refused(monkeypatch):
-    arguments = AttentionArguments(scaling=1.0, bias=lambda queries, keys: torch.zeros(()))
-    monkeypatch.setattr(BackendChoice, "_attend_causally", lambda self, qkv, *_: qkv[0])
-    with pytest.raises(PackingError, match=r"shared by 2 processes cannot have a term added(.|\n)*ALiBi"):
-        assert_shared(monkeypatch, 2, 4, 2, arguments)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_attention import CASES, assert_as_precise_as_eager_attention
+from test_attention import CASES, MIXED, assert_as_precise_as_eager_attention
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, get_backend, sdpa
@@ -23,7 +23,7 @@ def machine(request, monkeypatch):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_half_attention_is_as_precise_as_eager(machine, case, dtype):
     """Documents of up to 30 tokens, single ones among them, and a long one."""
-    assert_as_precise_as_eager_attention(get_backend("sdpa"), case, dtype)
+    assert_as_precise_as_eager_attention("sdpa", MIXED, case, dtype)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from pretended import on_any_device, pretend
+from test_attention import by, exact
 from tolerance import assert_low_precision
 from torch._dynamo.exc import TorchRuntimeError
 
@@ -79,18 +80,14 @@ def test_flash_attention_takes_values_of_another_width(backend, dims, monkeypatc
     """G3. Multi-head latent attention (DeepSeek); the kernels know one head dim, as their stand-ins do."""
     pretend(monkeypatch, backend)
     layout, tokens = PackedLayout.from_lengths(LENGTHS), sum(LENGTHS)
-    query, key, value = random((tokens, 4, dims[0]), (tokens, 4, dims[0]), (tokens, 4, dims[1]))
+    tensors = random((tokens, 4, dims[0]), (tokens, 4, dims[0]), (tokens, 4, dims[1]))
     upstream, results = torch.randn(tokens, 4, dims[1]), []
-    for attend in (
-        lambda q, k, v: attention.BackendChoice(backend).attend(q, k, v, layout, AttentionArguments(scaling=0.3)),
-        lambda q, k, v: get_backend("reference")(q, k, v, AttentionArguments(scaling=0.3).on(layout.attention)),
-        lambda q, k, v: oracle.attention(q, k, v, LENGTHS, scaling=0.3),
-    ):
-        out = attend(query, key, value)
+    for attend in (by(backend, layout), by("reference", layout), exact(layout)):
+        out = attend(*tensors, {"scaling": 0.3})
         assert out.shape == upstream.shape
-        results.append([out, *torch.autograd.grad(out, [query, key, value], upstream.to(out.dtype))])
-    for ours, eager, exact in zip(*results, strict=True):
-        assert_low_precision(ours, eager, exact, factor=3.0)
+        results.append([out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))])
+    for ours, eager, true in zip(*results, strict=True):
+        assert_low_precision(ours, eager, true, factor=3.0)
 
 
 def test_no_kernel_is_asked_for_values_that_are_too_wide(monkeypatch):
@@ -98,27 +95,18 @@ def test_no_kernel_is_asked_for_values_that_are_too_wide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(flash._KERNELS, (9, 0), None)
     monkeypatch.setattr(flex_module, "find_spec", lambda name: True)
-    asked = {
-        "MLA": ON_CUDA._replace(head_dim=192, value_dim=128),
-        "softcap": ON_CUDA._replace(softcap=30.0),
-        "heads of 512": ON_CUDA._replace(head_dim=512),
-        "values of 512": ON_CUDA._replace(value_dim=512),
-        "float64": ON_CUDA._replace(dtype=torch.float64),
-    }
-    chosen = {name: resolve(request).name for name, request in asked.items()}
-    assert chosen == {"MLA": "varlen", "softcap": "flex", **dict.fromkeys(list(asked)[2:], "sdpa")}
-    reasons = get_backend("flex").refusals(asked["values of 512"])
-    assert reasons == ["needs a value_dim that is up to 256, got 512"]
-    assert "needs float16 or bfloat16 or float32, got float64" in get_backend("flex").refusals(asked["float64"])
-
-
-def test_an_attention_call_says_how_wide_its_values_are():
+    flex = get_backend("flex")
+    for asked, backend in (({"head_dim": 192, "value_dim": 128}, "varlen"), ({"softcap": 30.0}, "flex"),
+                           ({"head_dim": 512}, "sdpa"), ({"value_dim": 512}, "sdpa"),
+                           ({"dtype": torch.float64}, "sdpa")):  # fmt: skip
+        assert resolve(ON_CUDA._replace(**asked)).name == backend, asked
+    assert flex.refusals(ON_CUDA._replace(value_dim=512)) == ["needs a value_dim that is up to 256, got 512"]
+    assert "needs float16 or bfloat16 or float32, got float64" in flex.refusals(ON_CUDA._replace(dtype=torch.float64))
     query, key, value = torch.empty(3, 4, 24), torch.empty(3, 2, 24), torch.empty(3, 2, 16)
-    layout = PackedLayout.from_lengths([len(query)])
-    arguments = AttentionArguments(scaling=1.0).on(layout.attention)
-    assert AttentionRequest.of(query, key, value, arguments).value_dim == 16
+    arguments = AttentionArguments(scaling=1.0).on(PackedLayout.from_lengths([3]).attention)
     assert AttentionRequest.of(query, key, key, arguments).value_dim is None
-    assert "value_dim=16" in AttentionRequest.of(query, key, value, arguments).describe()
+    request = AttentionRequest.of(query, key, value, arguments)
+    assert request.value_dim == 16 and "value_dim=16" in request.describe()
 
 
 @pytest.mark.parametrize("scaling", [0.25, 0.1])
@@ -212,58 +200,51 @@ def packages(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [((8, 0), "flash_attn"), ((8, 9), "flash_attn"), ((9, 0), "flash_attn_interface"), ((10, 0), "flash_attn.cute"),
-     ((12, 0), "flash_attn.cute")],
-)  # fmt: skip
-def test_each_gpu_gets_the_flash_attention_that_was_written_for_it(capability, expected, packages):
+@pytest.mark.parametrize(("capability", "package", "version"), [
+    ((8, 0), "flash_attn", "2"), ((8, 9), "flash_attn", "2"), ((9, 0), "flash_attn_interface", "3"),
+    ((10, 0), "flash_attn.cute", "4"), ((12, 0), "flash_attn.cute", "4"),
+])  # fmt: skip
+def test_each_gpu_gets_the_flash_attention_that_was_written_for_it(capability, package, version, packages):
     """G10. FlashAttention 3 has no code for Blackwell, and 4 is a beta where 3 runs."""
     packages("flash_attn_interface", "flash_attn.cute", "flash_attn")
     kernel = flash._kernel(capability)
-    assert kernel.function.package == expected and kernel.is_traceable == (expected != "flash_attn.cute")
-    assert kernel.version == {"flash_attn_interface": "3", "flash_attn.cute": "4", "flash_attn": "2"}[expected]
+    assert (kernel.function.package, kernel.version, kernel.is_traceable) == (package, version, version != "4")
     packages("flash_attn_interface")
     assert (flash._kernel(capability) is not None) == (capability == (9, 0))
 
 
-def given_to_flash(monkeypatch, option):
-    """Options that a call hands to flash-attn, whose kernel knows only this one."""
-    given = {}
+@pytest.fixture
+def given(monkeypatch):
+    """Return a function that calls flash-attn, whose kernel knows one option, and returns what it was handed."""
+    layout = PackedLayout.from_lengths([3, 5])
 
-    def kernel(q, k, v, **options):
-        given.update(options)
-        return q
+    def call(option, *, dtype=BF16, **arguments):
+        handed = {}
+        kernel = flash._Kernel(lambda q, k, v, **options: handed.update(options) or q, frozenset([option]))
+        monkeypatch.setattr(flash, "_capability", lambda device: (9, 0))
+        monkeypatch.setitem(flash._KERNELS, (9, 0), kernel)
+        tensors = random((8, 4, 16), (8, 2, 16), (8, 2, 16), dtype=dtype)
+        get_backend("flash")(*tensors, AttentionArguments(scaling=0.3, **arguments).on(layout.attention))
+        return handed.get(option)
 
-    monkeypatch.setattr(flash, "_capability", lambda device: (9, 0))
-    monkeypatch.setitem(flash._KERNELS, (9, 0), flash._Kernel(kernel, frozenset([option])))
-    return given
+    return call
 
 
 @pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
-def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
+def test_sinks_are_handed_over_in_half_precision(name, given):
     """G11. They are float32 weights under autocast."""
-    given = given_to_flash(monkeypatch, name)
-    layout, sinks = PackedLayout.from_lengths([3, 5]), torch.randn(4, requires_grad=True)
-    q, k, v = random((8, 4, 16), (8, 2, 16), (8, 2, 16), dtype=torch.float32)
     with torch.autocast("cpu", BF16):
-        get_backend("flash")(q, k, v, AttentionArguments(scaling=0.3, sinks=sinks).on(layout.attention))
-    assert given[name].dtype is BF16 and given[name].requires_grad
+        sinks = given(name, dtype=torch.float32, sinks=torch.randn(4, requires_grad=True))
+    assert sinks.dtype is BF16 and sinks.requires_grad
 
 
-def test_a_deterministic_run_asks_flash_attn_for_it(monkeypatch):
-    given = given_to_flash(monkeypatch, "deterministic")
-    layout, tensors = PackedLayout.from_lengths([3, 5]), random((8, 4, 16), (8, 2, 16), (8, 2, 16))
-    call = AttentionArguments(scaling=0.3).on(layout.attention)
-    get_backend("flash")(*tensors, call)
-    assert "deterministic" not in given
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    get_backend("flash")(*tensors, call)
-    assert given.pop("deterministic") is True
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
+def test_a_deterministic_run_asks_flash_attn_for_it(given, monkeypatch):
+    assert given("deterministic") is None
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+        assert given("deterministic") is True
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    get_backend("flash")(*tensors, call)
-    assert given["deterministic"] is True
+    assert given("deterministic") is True
 
 
 def test_the_hub_is_asked_only_by_who_names_the_backend(packages, monkeypatch):
@@ -296,53 +277,43 @@ def test_flash_attention_4_serves_the_heads_that_it_has(packages, monkeypatch):
     for (head_dim, value_dim), backend in dims.items():
         request = ON_CUDA._replace(head_dim=head_dim, value_dim=value_dim)
         assert resolve(request).name == backend
-        if backend == "flash":
-            assert get_backend(backend).kernels(request) == "FlashAttention 4"
+        assert backend != "flash" or get_backend(backend).kernels(request) == "FlashAttention 4"
     (reason,) = get_backend("flash").refusals(ON_CUDA._replace(head_dim=256))
     assert reason == "FlashAttention 4 needs heads of up to 128 (or 192 with values of 128), got 256"
+    seen, layout = [], PackedLayout.from_lengths([3, 5])
 
-
-@pytest.mark.parametrize(("dims", "given"), [((192, 128), 128), ((24, 16), 24)])
-def test_flash_attention_4_takes_deepseeks_values_unpadded(dims, given, monkeypatch):
-    seen = []
-
-    def flash_attn_varlen_func(q, k, v, **options):
+    def kernel(q, k, v, **options):
         seen.append(v.shape[-1])
         return q.new_zeros(*q.shape[:2], v.shape[-1])
 
     monkeypatch.setattr(flash, "_capability", lambda device: (10, 0))
-    kernel = flash._kernel_of(flash_attn_varlen_func, **flash._PACKAGES[1].limits)
-    monkeypatch.setitem(flash._KERNELS, (10, 0), kernel)
-    layout = PackedLayout.from_lengths([3, 5])
-    out = get_backend("flash")(*random((8, 4, dims[0]), (8, 4, dims[0]), (8, 4, dims[1])),
-                               AttentionArguments(scaling=0.3).on(layout.attention))  # fmt: skip
-    assert out.shape == (8, 4, dims[1]) and seen == [given]
+    monkeypatch.setitem(flash._KERNELS, (10, 0), flash._kernel_of(kernel, **flash._PACKAGES[1].limits))
+    for wide, narrow in ((192, 128), (24, 16)):
+        tensors = random((8, 4, wide), (8, 4, wide), (8, 4, narrow))
+        out = get_backend("flash")(*tensors, AttentionArguments(scaling=0.3).on(layout.attention))
+        assert out.shape == (8, 4, narrow)
+    assert seen == [128, 24], "DeepSeek's values come unpadded"
 
 
 def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):
     """G12. cuDNN's kernels are switched off for the call, and on again."""
     kernels = torch.backends.cuda
-    before = (kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled())
-    with sdpa_module._kernels("cuda"):
-        assert not kernels.cudnn_sdp_enabled()
-        assert kernels.flash_sdp_enabled() and kernels.mem_efficient_sdp_enabled() and kernels.math_sdp_enabled()
-    assert (kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled()) == before
-    seen, attend = [], sdpa_module.F.scaled_dot_product_attention
 
-    def watched(*args, **kwargs):
-        seen.append(kernels.cudnn_sdp_enabled())
-        return attend(*args, **kwargs)
+    def enabled():
+        return (kernels.cudnn_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(),
+                kernels.math_sdp_enabled())  # fmt: skip
 
-    used = sdpa_module._kernels
+    before, seen, used = enabled(), [], sdpa_module._kernels
+    attend = sdpa_module.F.scaled_dot_product_attention
+    watched = lambda *args, **kwargs: seen.append(enabled()) or attend(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(sdpa_module.F, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(sdpa_module, "_kernels", lambda device: used("cuda"))
     layout = PackedLayout.from_lengths((300, 20))
     tensors = random((320, 4, 16), (320, 2, 16), (320, 2, 16), dtype=torch.float32)
     for window in (None, 16):
         call = AttentionArguments(scaling=0.25, sliding_window=window).on(layout.attention)
-        out = get_backend("sdpa")(*tensors, call)
-        out.sum().backward()  # chunks are computed again in the backward
-    assert len(seen) >= 5 and not any(seen)
+        get_backend("sdpa")(*tensors, call).sum().backward()  # chunks are computed again in the backward
+    assert len(seen) >= 5 and set(seen) == {(False, True, True, True)} and enabled() == before
 
 
 @pytest.mark.parametrize(("flash_takes", "efficient_takes"), [(True, False), (False, True), (False, False)])

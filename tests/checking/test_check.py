@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from selection import exhaustive
 from tolerance import VISIBLE
 
-from trl_packfa import check, patch
+from trl_packfa import check, patch, unpatch
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, engine, subject, unpadding
@@ -30,15 +30,17 @@ def test_exact_models_pass(architecture, dtype):
     report.require_exact()
 
 
-def test_adapters_and_eval_mode_are_left_as_they_were():
+def test_modes_random_states_and_gradients_are_left_as_they_were():
     model = patch(get_peft_model(tiny.model(), LoraConfig(target_modules="all-linear")))
     model.train()
     model.base_model.model.model.layers[0].eval()
+    first, *others = model.parameters()
+    first.grad = torch.ones_like(first)
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
     assert check(model).is_exact
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in model.parameters())
+    assert bool((first.grad == 1).all()) and all(p.grad is None for p in others)
 
 
 @pytest.mark.slow
@@ -58,21 +60,6 @@ def test_the_model_is_checked_as_it_will_train():
     runs.clear()
     check(model)
     assert with_recomputation > len(runs), "checkpointed layers run again in the backward pass"
-
-
-def test_gradients_are_left_as_they_were():
-    model = patch(tiny.model(layers=1))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    check(model)
-    assert all(bool((p.grad == 1).all()) for p in model.parameters())
-
-
-def test_gradients_are_not_measured_where_nothing_trains():
-    model = patch(tiny.model().requires_grad_(False))
-    report = check(model)
-    assert (report.verdict, "gradients" in report, report["input gradients"].difference) == ("exact", False, 0.0)
-    assert "gradients not measured" in str(report)
 
 
 def test_gradients_that_overflow_are_measured_of_smaller_losses(monkeypatch):
@@ -108,19 +95,27 @@ def test_a_model_of_zeros_is_refused_in_words(part):
         report.require_exact()
 
 
-def test_a_share_of_nothing():
-    assert (share(0.0, 0.0), share(1e-9, 0.0), share(1.0, 2.0)) == (0.0, float("inf"), 0.5)
+def test_nan_is_not_exact_and_a_model_without_a_patch_is_refused():
+    model = patch(tiny.model(layers=1))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    assert not check(model).is_exact
+    with pytest.raises(UnsupportedModel, match="not patched"):
+        check(unpatch(model))
 
 
-def test_a_number_that_is_not_finite_is_no_rounding():
+def test_a_share_of_nothing_and_numbers_that_are_not_finite():
     """The control: rounding that is finite raises the limit."""
 
     def holds(difference, noise):
         return Comparison.beside_rounding("parity", difference, noise, 1e-4).holds
 
+    assert (share(0.0, 0.0), share(1e-9, 0.0), share(1.0, 2.0)) == (0.0, float("inf"), 0.5)
     assert holds(2e-4, 1e-3) and not holds(2e-4, 0.0)
     for bad in (float("nan"), float("inf")):
         assert not holds(bad, 1e-3) and not holds(2e-4, bad) and holds(0.0, bad)
+    zeros, nan = torch.zeros(2), torch.tensor([0.0, float("nan")])
+    assert largest([zeros, zeros], [zeros + 1, nan]) == largest([zeros, zeros], [nan, zeros + 1]) == float("inf")
 
 
 def test_a_model_that_mixes_no_tokens_proves_nothing():
@@ -140,13 +135,6 @@ def test_a_model_that_mixes_no_tokens_proves_nothing():
     assert check(model).is_exact
 
 
-def test_nan_is_not_exact():
-    model = patch(tiny.model())
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = float("nan")
-    assert not check(model).is_exact
-
-
 def test_a_gradient_that_is_nan_in_packed_rows_alone_is_not_exact(monkeypatch):
     model, is_packed = patch(tiny.model()), [False]
     for name, own, packs in (("packed", Probe.packed, True), ("alone", Probe.alone, False)):
@@ -161,23 +149,18 @@ def test_a_gradient_that_is_nan_in_packed_rows_alone_is_not_exact(monkeypatch):
     assert not check(model).is_exact
 
 
-def test_nan_of_a_later_tensor_is_not_dropped():
-    zeros, nan = torch.zeros(2), torch.tensor([0.0, float("nan")])
-    assert largest([zeros, zeros], [zeros + 1, nan]) == largest([zeros, zeros], [nan, zeros + 1]) == float("inf")
-
-
-def test_an_unpatched_model_is_refused():
-    with pytest.raises(UnsupportedModel, match="not patched"):
-        check(tiny.model())
-
-
-def test_report_is_json_and_reads_well():
-    report = check(patch(tiny.model()))
-    assert json.loads(json.dumps(report.to_dict()))["verdict"] == "exact"
+@pytest.mark.parametrize("trains", [True, False])
+def test_report_is_json_and_reads_well(trains):
+    report = check(patch(tiny.model().requires_grad_(trains)))
+    assert json.loads(json.dumps(report.to_dict()))["verdict"] == report.verdict == "exact"
     assert str(report).startswith("exact: isolation 0.0e+00, parity ")
-    assert "[llama, level attention, sdpa, float32, all parameters train]" in str(report)
-    assert [row[""] for row in report.table()] == ["yes"] * 6
     assert report.versions["torch"] and report.seed == 0 and report.seconds > 0
+    assert ("gradients" in report) == trains and report["input gradients"].difference == 0
+    if trains:
+        assert "[llama, level attention, sdpa, float32, all parameters train]" in str(report)
+        assert [row[""] for row in report.table()] == ["yes"] * 6
+    else:
+        assert "gradients not measured" in str(report)
 
 
 @pytest.mark.parametrize(("excess", "draws"), [(2.0, 5), (10.0, 1), (0.5, 1)])

@@ -92,18 +92,22 @@ def test_the_compared_documents_are_the_extremes_and_some_between_within_a_share
     assert len(even) == 8 and sum([30] * len(even)) <= 0.4 * 600
 
 
-def test_every_rank_runs_as_many_forwards(tmp_path, monkeypatch):
+def test_every_rank_runs_as_many_forwards_and_a_batch_that_says_nothing_proves_nothing(tmp_path, monkeypatch):
     """Ranks that hold parts of a model wait for each other in each of its forwards."""
-    model = packed_trainer(arguments(out=tmp_path)).model
+    trainer = packed_trainer(arguments(out=tmp_path))
     for lengths in ([30, 9, 12], [12] * 30):
         batch = DataCollatorForPacking()([{"input_ids": list(range(1, n + 1))} for n in lengths])
         calls = watched(monkeypatch, first_batch, "_alone")
-        first_batch.check_batch(model, batch)
+        check_batch(trainer.model, batch)
         few = len(calls)
         monkeypatch.setattr(first_batch.distributed, "is_initialized", lambda: True)
-        first_batch.check_batch(model, batch)
+        check_batch(trainer.model, batch)
         assert len(calls) - few == 11 >= few
         monkeypatch.undo()
+    ids = torch.arange(3, 12)[None]
+    assert check_batch(trainer.model, {"input_ids": ids, "labels": ids}) == []
+    batch = trainer.data_collator([{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 2)
+    assert check_batch(trainer.model, batch) == []
 
 
 class TooLargeBeyond40(torch.autograd.Function):
@@ -119,30 +123,37 @@ class TooLargeBeyond40(torch.autograd.Function):
         return grad * ctx.factor
 
 
-@pytest.mark.parametrize("options", [{}, {"use_peft": False}, *in_full({"bf16": True})], ids=str)
-def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path, monkeypatch):
+def _too_large(monkeypatch, own=ChunkedHead._scores):
     """The check's documents, and the few tokens by which a head is chosen, are right."""
-    own = ChunkedHead._scores
     wrong = lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)  # noqa: E731
     monkeypatch.setattr(ChunkedHead, "_scores", wrong)
-    adapter = {"peft_config": None} if options.get("use_peft") is False else {}
-    trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
-    with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
-        trainer.train()
-    assert trainer.check_report.is_exact, "the control: the check before saw nothing"
 
 
-def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path, monkeypatch):
-    backward = LogProbs.backward
-
+def _half_of_weights(monkeypatch, backward=LogProbs.backward):
     def halved(ctx, grad, *rest):
         hidden, weight, *others = backward(ctx, grad, *rest)
         return hidden, None if weight is None else weight / 2, *others
 
     monkeypatch.setattr(LogProbs, "backward", staticmethod(halved))
-    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=tiny.model(layers=2), peft_config=None)
-    with pytest.raises(ContaminationError, match="the gradient of its weights"):
+
+
+ALL_TRAIN = {"use_peft": False}
+EXACT_BUT_FOR_THE_HEAD = "the LM head that trains is not exact on the first"
+
+
+@pytest.mark.parametrize(("put", "options", "said"), [
+    (_too_large, {}, EXACT_BUT_FOR_THE_HEAD),
+    (_too_large, ALL_TRAIN, EXACT_BUT_FOR_THE_HEAD),
+    pytest.param(_too_large, {"bf16": True}, EXACT_BUT_FOR_THE_HEAD, marks=pytest.mark.slow),
+    (_half_of_weights, ALL_TRAIN, "the gradient of its weights"),
+], ids=["too large", "too large, all train", "too large, bf16", "weights"])  # fmt: skip
+def test_a_head_whose_backward_is_wrong_stops_the_training(put, options, said, tmp_path, monkeypatch):
+    put(monkeypatch)
+    adapter = {"peft_config": None} if options is ALL_TRAIN else {}
+    trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
+    with pytest.raises(ContaminationError, match=said):
         trainer.train()
+    assert trainer.check_report.is_exact, "the control: the check before saw nothing"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -167,11 +178,3 @@ def test_the_head_of_a_model_that_calls_its_decoder_past_its_backbone_is_compare
     else:
         with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
             trainer.train()
-
-
-def test_a_batch_without_boundaries_or_without_labels_proves_nothing(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path))
-    ids = torch.arange(3, 12)[None]
-    assert check_batch(trainer.model, {"input_ids": ids, "labels": ids}) == []
-    batch = trainer.data_collator([{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 2)
-    assert check_batch(trainer.model, batch) == []

@@ -116,19 +116,16 @@ def test_a_cpus_kernels_must_give_the_same_bits(monkeypatch):
     assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"
 
 
-def _as_tf32(x):
-    """Numbers that keep ten bits of their mantissa, as a GPU's float32 products round their factors."""
-    return (x.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
-
-
 class _Rounded(torch.autograd.Function):
+    """Numbers that keep ten bits of their mantissa, as a GPU's float32 products round their factors."""
+
     @staticmethod
     def forward(ctx, x):
-        return _as_tf32(x)
+        return (x.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
 
     @staticmethod
     def backward(ctx, grad):
-        return _as_tf32(grad)
+        return _Rounded.forward(ctx, grad)
 
 
 @pytest.fixture
@@ -148,13 +145,22 @@ def tf32(monkeypatch):
     return known
 
 
-def test_tf32_is_no_false_alarm(tf32):
+def test_tf32_is_no_false_alarm_and_hides_no_leak(tf32, monkeypatch):
     """G15. The control does not know of it."""
     model = patch(tiny.model(**MODEL), backend="sdpa")
     assert not check(model)["parity"].holds
     tf32()
     report = check(model)
     assert report.is_exact and report.dtype == "float32 with TF32 products", str(report)
+    # What the check takes for rounding: a product's, no other layer's.
+    epsilon = [torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float32)]
+    layers = nn.Linear(4, 4), nn.Embedding(4, 4), nn.LayerNorm(4)
+    assert [rounding._last_place(layer, torch.zeros(1)) for layer in layers] == epsilon
+    attend = SdpaBackend.__call__
+    monkeypatch.setattr(SdpaBackend, "__call__", lambda self, *given: _leaking(self, *given, attend=attend))
+    assert check(model).verdict == "leak"
+    monkeypatch.setattr(rounding, "multiplies_in_tf32", lambda device: False)
+    assert rounding._last_place(layers[0], torch.zeros(1)) == epsilon[1]
 
 
 def test_no_device_is_asked_for_float64(monkeypatch):
@@ -177,23 +183,6 @@ def test_no_device_is_asked_for_float64(monkeypatch):
     assert check(patch(tiny.model(**MODEL), backend="sdpa")).is_exact and kept
     with pytest.raises(TypeError, match="MPS"):
         torch.zeros(1).double()
-
-
-def test_products_under_tf32_round_as_coarsely_as_their_factors(monkeypatch):
-    """What the check takes for rounding; no product, no TF32."""
-    layers = {"product": nn.Linear(4, 4), "embedding": nn.Embedding(4, 4), "norm": nn.LayerNorm(4)}
-    for is_on, expected in ((True, torch.float16), (False, torch.float32)):
-        monkeypatch.setattr(rounding, "multiplies_in_tf32", lambda device, is_on=is_on: is_on)
-        places = {name: rounding._last_place(layer, torch.zeros(1)) for name, layer in layers.items()}
-        assert places.pop("product") == torch.finfo(expected).eps
-        assert set(places.values()) == {torch.finfo(torch.float32).eps}
-
-
-def test_a_leak_is_found_under_tf32(tf32, monkeypatch):
-    tf32()
-    attend = SdpaBackend.__call__
-    monkeypatch.setattr(SdpaBackend, "__call__", lambda self, *given: _leaking(self, *given, attend=attend))
-    assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((7, 5), False)])

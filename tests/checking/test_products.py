@@ -66,16 +66,13 @@ def test_every_product_is_replaced_inside_the_block_alone(layer, name, recwarn):
     assert not recwarn.list
 
 
-def test_torchs_kernels_come_back_after_an_error(layer):
+def test_torchs_kernels_come_back_after_an_error_and_run_small_models_and_float32(layer, monkeypatch):
     x = torch.randn(5, 16).bfloat16()
     own = layer(x)
     with pytest.raises(RuntimeError, match="shapes"), products.fast_half_products(layer) as kernels:
         layer(x)
         x @ x
     assert torch.equal(layer(x), own) and not kernels._wide
-
-
-def test_small_models_and_float32_run_as_they_are(layer, monkeypatch):
     assert not isinstance(products.fast_half_products(layer.float()), products._InFloat32)
     monkeypatch.setattr(products, "CHEAP", 10**6)
     assert not isinstance(products.fast_half_products(layer.bfloat16()), products._InFloat32)

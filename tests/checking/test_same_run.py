@@ -21,20 +21,18 @@ def run_then_resume(out, changes=None, **options):
     return resumed(out, changes, **options)
 
 
-def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"from a run on other data\.\n  - training documents then: 48 documents"):
-        run_then_resume(tmp_path, {"train_dataset": dataset(40)})
+OTHER_WORDS = [{**row, "prompt": row["prompt"].replace("7", "8")} for row in rows()]
 
 
-def test_the_same_lengths_with_other_words_are_refused(tmp_path):
-    other = [{**row, "prompt": row["prompt"].replace("7", "8")} for row in rows()]
-    with pytest.raises(InvalidConfig, match="training documents then: 48 documents"):
-        run_then_resume(tmp_path, {"train_dataset": Dataset.from_list(other)})
-
-
-def test_another_tokenizer_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="tokenizer then: 86 tokens"):
-        run_then_resume(tmp_path, {"processing_class": tiny.tokenizer(words=["one", "more"])})
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"train_dataset": dataset(40)},
+     r"from a run on other data\.\n  - training documents then: 48 documents"),
+    ({"train_dataset": Dataset.from_list(OTHER_WORDS)}, "training documents then: 48 documents"),
+    ({"processing_class": tiny.tokenizer(words=["one", "more"])}, "tokenizer then: 86 tokens"),
+], ids=["other documents", "other words", "another tokenizer"])  # fmt: skip
+def test_what_changed_since_the_checkpoint_is_refused(changes, said, tmp_path):
+    with pytest.raises(InvalidConfig, match=said):
+        run_then_resume(tmp_path, changes)
 
 
 def test_the_same_run_resumes_and_a_new_epoch_may_have_other_data(tmp_path):

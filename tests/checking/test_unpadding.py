@@ -1,4 +1,4 @@
-"""The check of `unpad=True`: it finds what is wrong, and says what is as it is."""
+"""The check of `unpad=True` and of `share_prefixes=True`: it finds what is wrong, and says what is as it is."""
 
 import sys
 from contextlib import nullcontext
@@ -9,23 +9,35 @@ import torch
 from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
+from trl_packfa.attention import dispatch
 from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, depth
 from trl_packfa.checking.unpadding import PaddedProbe
 from trl_packfa.config.options import PatchOptions
-from trl_packfa.errors import UnsupportedModel
+from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
+from trl_packfa.layout.shared_prefix import TokenGather
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.rotary import RotaryOverride
 from trl_packfa.patching.state import find_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "mamba2", "mixtral", "camembert"])
-def test_exact_models_are_found_exact(model_type, dtype):
-    report = check_unpadding(patch(small_model(model_type).to(dtype), unpad=True))
+@pytest.mark.parametrize(("model_type", "shared"), [
+    *[(name, False) for name in ("llama", "mamba2", "mixtral", "camembert")],
+    *[(name, True) for name in ("llama", "gpt_oss", "mixtral", "gpt2", "bloom")],
+])  # fmt: skip
+def test_exact_models_are_found_exact(model_type, shared, dtype):
+    model = patch(small_model(model_type).to(dtype), unpad=True, share_prefixes=shared)
+    report, kind = find_state(model).unpadding_report, "sharing" if shared else "unpadding"
     assert report.verdict == "exact" and report["unpadding"].of == "padded" and "pads seen" not in report, str(report)
-    assert report["unpadding control"].difference > 100 * report["unpadding"].difference
+    assert report[f"{kind} control"].difference > 100 * report[kind].difference
+    assert str(report[kind]) in describe(model)
+
+
+def sharing(model):
+    return patch(model, unpad=True, share_prefixes=True)
 
 
 def test_a_model_whose_padded_rows_are_not_its_documents_is_compared_with_these():
@@ -160,8 +172,63 @@ def test_the_check_leaves_no_trace(shared):
     if shared:
         assert report["sharing control"].difference > 0.1
         assert [row["verdict"] for row in report.table()][-3:] == ["sharing", "", ""]
-
-
-def test_only_what_is_patched_so_is_measured():
     with pytest.raises(UnsupportedModel, match="not patched to run without pads"):
-        check_unpadding(patch(tiny.model()))
+        check_unpadding(patch(model))
+
+
+def _first_gradient_only(self, packed, own=TokenGather.gather):
+    copies = own(self, packed)
+    again = torch.ones(len(self.index), dtype=torch.bool)
+    again[self.first_index] = False
+    return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
+
+
+def _without_prefix(self, query, key, value, layout, arguments, own=dispatch.BackendChoice.attend):
+    """Attend as if each segment were a document."""
+    alone = layout.attention.queries if layout.shares_prefixes else layout
+    return own(self, query, key, value, alone, arguments)
+
+
+def _positions_of_segments(self):
+    starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+    return (torch.arange(self.num_tokens) - starts).view(self.rows, -1)
+
+
+# What could be wrong between rows and the row that holds their prefix once: each must be found.
+SHARING_FAULTS = {
+    "positions begin anew": (PackedLayout, "position_ids", _positions_of_segments, "rows that share a prefix are not"),
+    "gradients are not added": (TokenGather, "gather", _first_gradient_only, "worst in the gradient of"),
+    "attention loses the beginning": (dispatch.BackendChoice, "attend", _without_prefix, r"model\.layers\.0\.self_a"),
+}
+
+
+@pytest.mark.parametrize("fault", SHARING_FAULTS)
+def test_faults_of_shared_prefixes_are_found(fault, monkeypatch):
+    model = sharing(tiny.model(layers=2))
+    owner, name, function, said = SHARING_FAULTS[fault]
+    monkeypatch.setattr(owner, name, function)
+    report = check_unpadding(model)
+    failed = {"sharing gradients"} if fault == "gradients are not added" else {"sharing", "sharing gradients"}
+    assert report.verdict == "differs" and {row.kind for row in report.failed} == failed
+    with pytest.raises(ContaminationError, match=said):
+        report.require_exact()
+
+
+def test_a_patch_and_a_check_of_packing_fail_with_a_fault_of_shared_prefixes(monkeypatch):
+    patched, other = sharing(tiny.model(layers=2)), tiny.model(layers=2)
+    monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
+    packing = check(patched)
+    assert packing.verdict == "differs" and packing.failed[0].why.startswith("rows that share a prefix differ")
+    with pytest.raises(ContaminationError, match="share_prefixes=False"):
+        sharing(other)
+    assert find_state(other) is None
+    patch(other, unpad=True)  # which shares nothing
+
+
+# What could be wrong between rows and the row that holds their prefix once: each must be found.
+
+
+def test_short_tables_of_positions_are_checked_or_never_share():
+    for most, checked in ((24, True), (20, False)):
+        model = sharing(small_model("gpt2", n_positions=most, max_position_embeddings=most))
+        assert ("sharing" in find_state(model).unpadding_report) == checked

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from padded import padded
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from tiny_models import small_model
 from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_trajectory, differs
@@ -50,13 +51,11 @@ def packed(model, docs):
 
 def gradients(model, run, docs):
     model.zero_grad()
-    logits = run(model, docs)
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits.dtype)
-    (logits * weights).sum().backward()
+    run(model, docs).sin().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_logits_and_gradients_are_those_of_each_document_alone(architecture, fused):
     base = small_model(architecture) if architecture == "gpt2" else tiny.model(architecture, layers=2)
@@ -125,24 +124,12 @@ def test_activated_lora_in_several_rows_with_pads_equals_documents_alone():
     model, docs = adapted(), documents()
     expected = alone(model, docs)
     patch(model)
-    rows = [torch.cat(docs[:3]), torch.cat(docs[3:])]
-    length = max(map(len, rows))
-    missing = [length - len(row) for row in rows]
-    ids = torch.stack([torch.cat([row, row.new_zeros(n)]) for row, n in zip(rows, missing, strict=True)])
-    lengths = [*LENGTHS[:3], missing[0], *LENGTHS[3:], missing[1]]
+    rows = padded([torch.cat(docs[:3]), torch.cat(docs[3:])], extra=0)
+    pads = (rows["attention_mask"] == 0).sum(1).tolist()
+    lengths = [*LENGTHS[:3], pads[0], *LENGTHS[3:], pads[1]]
     layout = PackedLayout.from_lengths([n for n in lengths if n], rows=2)
-    logits = model(input_ids=ids, position_ids=layout.position_ids(), packed_layout=layout).logits
-    found = torch.cat([logits[row, : len(rows[row])] for row in range(2)])
-    assert_float32(found, expected.double())
-
-
-def test_trl_s_keys_and_positions_alone_do_as_well():
-    model, docs = patch(adapted()), documents()
-    expected = packed(model, docs)
-    batch = tiny.batch(docs)
-    trls = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    for names in (["position_ids"], ["position_ids", *trls]):
-        assert torch.equal(model(input_ids=batch["input_ids"], **{n: batch[n] for n in names}).logits[0], expected)
+    logits = model(input_ids=rows["input_ids"], position_ids=layout.position_ids(), packed_layout=layout).logits
+    assert_float32(logits[rows["attention_mask"].bool()], expected.double())
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2, 2), (3,), (7, 1, 3, 9), (30, 30)])
@@ -176,27 +163,23 @@ def test_adapters_are_switched_under_the_patch():
     assert all(differs(a, b) for a, b in itertools.combinations(expected.values(), 2))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_added_after_patching_is_an_error_until_patched_again(fused):
-    model, docs = patch(adapted(alora_invocation_tokens=None), fused_kernels=fused), documents()
-    packed(model, docs)
-    model.add_adapter("late", config())
-    model.set_adapter("late")
-    assert_an_error_until_patched_again(model, "late", docs)
-
-
-def test_a_model_that_was_patched_before_it_was_wrapped_is_an_error_until_patched_again():
-    assert_an_error_until_patched_again(adapted(patch(tiny.model(layers=2))), "default", documents())
-
-
-def assert_an_error_until_patched_again(model, name, docs):
+@pytest.mark.parametrize("fused", [True, False, None], ids=["fused", "PEFT's", "wrapped later"])
+def test_one_that_came_after_the_patch_is_an_error_until_patched_again(fused):
+    docs, name = documents(), "default" if fused is None else "late"
+    if fused is None:
+        model = adapted(patch(tiny.model(layers=2)))
+    else:
+        model = patch(adapted(alora_invocation_tokens=None), fused_kernels=fused)
+        packed(model, docs)
+        model.add_adapter("late", config())
+        model.set_adapter("late")
     with pytest.raises(PackingError, match=rf"(?s)'{name}' was added after.*patch\(model\) again"):
         packed(model, docs)
     expected = alone(model, docs)
     assert_float32(packed(patch(model), docs), expected.double())
 
 
-def test_what_cannot_be_told_apart_is_refused():
+def test_calls_without_ids_and_adapters_without_a_peft_model_are_refused():
     model, batch = patch(adapted()), tiny.batch(documents())
     embedded = model.get_input_embeddings()(batch.pop("input_ids"))
     with pytest.raises(PackingError, match=r"(?s)without input_ids.*Pass input_ids"):
@@ -215,11 +198,13 @@ def test_what_runs_document_by_document_is_refused(model_type, targets):
         patch(model)
 
 
-def test_a_layout_that_is_sent_twice_keeps_no_tokens():
+def test_boundaries_in_any_form_are_honoured_and_keep_no_tokens():
     model, docs = patch(adapted()), documents()
-    batch = tiny.batch(docs)
-    packed(model, docs)
-    model(**batch)
+    batch, expected = tiny.batch(docs), packed(model, docs)
+    trls = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    for names in (["position_ids"], ["position_ids", *trls], list(batch)):
+        told = {name: batch[name] for name in names}
+        assert torch.equal(model(**{"input_ids": batch["input_ids"], **told}).logits[0], expected)
     assert not any(kept is batch["input_ids"] for kept in batch["packed_layout"].memo.values())
     other = {**batch, "input_ids": batch["input_ids"].flip(1)}
     assert torch.equal(model(**other).logits, model(**other).logits)

@@ -45,9 +45,10 @@ def test_queries_are_promoted_as_transformers_does():
 def test_llamas_norms_have_a_kernel_where_liger_is_installed(monkeypatch):
     assert not has_norm_kernel(LlamaRMSNorm(8))
     pretend_liger(monkeypatch)
-    llama, gemma = LlamaRMSNorm(8), Gemma2RMSNorm(8)
+    llama = LlamaRMSNorm(8)
     assert has_norm_kernel(llama)
-    assert not any(map(has_norm_kernel, (gemma, nn.LayerNorm(8), nn.RMSNorm(8))))
+    others = (Gemma2RMSNorm(8), nn.LayerNorm(8), nn.RMSNorm(8), LlamaRMSNorm(8).to("meta"))
+    assert not any(map(has_norm_kernel, others))
     llama.forward = lambda x: x
     assert not has_norm_kernel(llama), "a kernel of somebody else's is in its place"
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from calls import watched
-from test_fused_lora import adapted, assert_like_peft, by_peft, oracle, run
+from test_fused_lora import RATES, adapted, assert_like_peft, by_peft, oracle, run
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, assert_no_worse, differs
 from torch._subclasses import FakeTensorMode
 
@@ -17,6 +17,15 @@ from trl_packfa.kernels import devices
 from trl_packfa.kernels.lora import layers, projections
 from trl_packfa.kernels.lora.layers import Layers
 from trl_packfa.layout.call_context import packed_call
+
+BF16 = torch.bfloat16
+
+
+def cast_adapters(model, dtype):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def assert_half_precision(model, **options):
@@ -40,20 +49,21 @@ def half_products(monkeypatch, request):
     return request.param
 
 
-@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
-def test_fused_lora_on_bfloat16_weights_is_as_precise_as_pefts(half_products, adapter, monkeypatch):
+@pytest.mark.parametrize(("weights", "adapter", "rate"), [
+    (BF16, torch.float32, 0.0), (BF16, BF16, 0.0), (BF16, BF16, 0.3), (torch.float16, torch.float16, 0.3),
+    (torch.float32, BF16, 0.0),  # as TRL keeps the adapters of a 4-bit model: nothing is cast down for them
+])  # fmt: skip
+def test_fused_lora_on_half_precision_is_as_precise_as_pefts(half_products, weights, adapter, rate, monkeypatch):
     monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_: 16)
-    model = adapted(base=tiny.model(layers=2).bfloat16())
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(adapter)
-    assert_half_precision(model)
+    model = adapted(base=tiny.model(layers=2).to(weights), lora_dropout=rate)
+    assert_half_precision(cast_adapters(model, adapter))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_lora_under_autocast_is_as_precise_as_pefts(half_products, dtype, architecture):
-    assert_half_precision(adapted(architecture), context=lambda: torch.autocast("cpu", dtype=dtype))
+@pytest.mark.parametrize(("architecture", "rate"), [("llama", 0.0), ("phi", 0.0), ("gemma2", 0.0), ("llama", 0.3)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_fused_lora_under_autocast_is_as_precise_as_pefts(half_products, dtype, architecture, rate):
+    model = adapted(architecture, lora_dropout=rate)
+    assert_half_precision(model, context=lambda: torch.autocast("cpu", dtype=dtype))
 
 
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp"])
@@ -132,15 +142,6 @@ def test_gradients_of_float32_adapters_are_multiplied_into_float32_where_a_devic
     assert totals[0].dtype == torch.float32 and totals[0].shape == (3, 5), "sums of several chunks"
 
 
-def test_bfloat16_factors_of_float32_products(half_products):
-    """As TRL keeps the adapters of a 4-bit model: nothing is cast down for them."""
-    model = adapted()
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
-    assert_half_precision(model)
-
-
 @pytest.mark.parametrize("half_products", [True], indirect=True)
 def test_float16_holds_no_float32_factors(half_products):
     """PEFT multiplies them in float32: a product that float16 cannot hold would be infinite."""
@@ -152,22 +153,22 @@ def test_float16_holds_no_float32_factors(half_products):
     assert projections.compute_dtype(x, [projections.read(layer)]) is torch.float16
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_fused_lora_on_nf4_weights_equals_pefts(tmp_path, half_products, compute):
-    base = tiny.quantized(tmp_path, tiny.NF4 | {"bnb_4bit_compute_dtype": compute})
+@RATES
+def test_fused_lora_on_nf4_weights_equals_pefts(tmp_path, half_products, rate):
+    assert_like_peft(adapted(base=tiny.quantized(tmp_path), lora_dropout=rate), truth=by_peft)
+
+
+def test_fused_lora_on_nf4_weights_is_as_precise_as_pefts_in_bfloat16(tmp_path, half_products):
+    base = tiny.quantized(tmp_path, tiny.NF4 | {"bnb_4bit_compute_dtype": "bfloat16"})
     model = adapted(base=base)
-    if compute == "float32":
-        assert_like_peft(model, truth=by_peft)
-        return
-    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if half_products else nullcontext
+    context = partial(torch.autocast, "cpu", dtype=BF16) if half_products else nullcontext
     (expected, _), (logits, grads) = run(model, fused=False, context=context), run(model, fused=True, context=context)
     assert not torch.equal(logits, expected)
     base.config.quantization_config.bnb_4bit_compute_dtype = torch.float32
     for module in model.modules():
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = torch.float32
-    exact, _ = run(model, fused=False)
-    assert_low_precision(logits, expected, exact.double(), factor=FORWARD_FACTOR)
+    assert_low_precision(logits, expected, by_peft(model)[0].double(), factor=FORWARD_FACTOR)
     assert all(grad.abs().sum() > 0 for grad in grads.values())
 
 

@@ -1,4 +1,4 @@
-"""The LM head that scores trained positions only: TRL's numbers, at less work."""
+"""The LM head that scores trained positions only, of packed and of padded rows: TRL's numbers, at less work."""
 
 import os
 import subprocess
@@ -8,13 +8,16 @@ import pretended_head
 import pytest
 import tiny
 import torch
+from calls import watched
+from padded import padded
 from tiny_models import small_model
-from tolerance import assert_float32, assert_low_precision, assert_trajectory, differs
+from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_trajectory, differs
 from torch.utils.flop_counter import FlopCounterMode
-from training import arguments, logs_of, lora_config, losses, packed_trainer
+from training import arguments, logs_of, lora_config, losses, packed_trainer, trained
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_packfa import patch, unpatch
 from trl_packfa.kernels import devices
 from trl_packfa.kernels.lm_head import chunked
 from trl_packfa.kernels.lm_head.chunked import ChunkedHead, Head, LogProbs, Transform, positions_per_chunk
@@ -57,18 +60,26 @@ def assert_scores(actual, expected, *, names=("loss", "log_probs", "entropy")):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gemma2", "phi"])
-def test_scores_are_trls(architecture):
-    """Plain, scaled, softly capped, with a bias."""
+def test_scores_are_trls_and_other_calls_the_models_own(architecture):
+    """Plain, scaled, softly capped, with a bias. The control scores every position."""
     trl, ours = with_heads(architecture)
     expected, actual = (model(**batch(), fused_lm_head=True) for model in (trl, ours))
     assert_scores(actual, expected)
-    assert differs(actual.log_probs, model_without_labels(ours).log_probs)
+    everything = {**batch(), "labels": batch()["input_ids"]}
+    assert differs(actual.log_probs, ours(**everything, fused_lm_head=True).log_probs)
+    assert torch.equal(ours(**batch()).loss, trl(**batch()).loss)
+    texts = [model.generate(batch()["input_ids"][:, :5], max_new_tokens=3) for model in (ours, trl)]
+    assert torch.equal(*texts)
 
 
-def model_without_labels(model):
-    """The control: every position scored."""
-    everything = batch()
-    return model(input_ids=everything["input_ids"], labels=everything["input_ids"], fused_lm_head=True)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
+    """Entropy and top-1 of steps that are not logged, slopes of an evaluation."""
+    slopes = watched(monkeypatch, chunked.Chunk, "_write_slopes")
+    hidden = torch.randn(20, 16, requires_grad=gradients)  # without, as a backbone without gradients leaves it
+    _, entropy, is_top1 = LogProbs.apply(hidden, torch.randn(40, 16), None, torch.zeros(20).long(), Transform(), False)
+    assert not entropy.any() and not is_top1.any()
+    assert bool(slopes) == gradients
 
 
 @DEVICES
@@ -139,17 +150,6 @@ def test_half_precision_is_no_worse_than_trls(dtype, autocast, trains, device, m
         assert_low_precision(ours, trls, oracle, factor=3.0 if i else 2.0)
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
-    """Entropy and top-1 of steps that are not logged, slopes of an evaluation."""
-    asked, write = [], chunked.Chunk._write_slopes
-    monkeypatch.setattr(chunked.Chunk, "_write_slopes", lambda self: asked.append("slopes") or write(self))
-    hidden = torch.randn(20, 16, requires_grad=gradients)  # without, as a backbone without gradients leaves it
-    _, entropy, is_top1 = LogProbs.apply(hidden, torch.randn(40, 16), None, torch.zeros(20).long(), Transform(), False)
-    assert not entropy.any() and not is_top1.any()
-    assert ("slopes" in asked) == gradients
-
-
 def test_tritons_kernel_scores_what_it_takes(monkeypatch):
     """Logits on CUDA in its dtypes, if Triton is there. A softcap stays with torch."""
     fits = torch.zeros(2, 8)
@@ -157,12 +157,9 @@ def test_tritons_kernel_scores_what_it_takes(monkeypatch):
     monkeypatch.setattr(devices, "runs_triton", lambda device: True)
     assert chunked.score_kernel(fits.double()) is None
     monkeypatch.setattr(chunked, "score_kernel", lambda logits: pretended_head.score_rows)
-    kinds = [
-        type(chunk)
-        for transform in (Transform(2.0), Transform(2.0, 5.0))
-        for _, chunk in chunked.Chunks(torch.zeros(3, 16), torch.zeros(8, 16), None, torch.zeros(3).long(), transform)
-    ]
-    assert kinds == [chunked.KernelChunk, chunked.Chunk]
+    given = torch.zeros(3, 16), torch.zeros(8, 16), None, torch.zeros(3).long()
+    for transform, kind in ((Transform(2.0), chunked.KernelChunk), (Transform(2.0, 5.0), chunked.Chunk)):
+        assert [type(chunk) for _, chunk in chunked.Chunks(*given, transform)] == [kind]
 
 
 def test_tritons_kernel_by_its_interpreter():
@@ -174,36 +171,33 @@ def test_tritons_kernel_by_its_interpreter():
     assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words", "on_cpu", "positions"),
-    [
-        (torch.float32, 32_000, True, 512),
-        (torch.bfloat16, 32_000, True, 128),
-        (torch.bfloat16, 128_256, False, 1024),
-        (torch.float32, 262_144, False, 512),
-        (torch.bfloat16, 10**7, False, 128),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "words", "on_cpu", "positions"), [
+    (torch.float32, 32_000, True, 512),
+    (torch.bfloat16, 32_000, True, 128),
+    (torch.bfloat16, 128_256, False, 1024),
+    (torch.float32, 262_144, False, 512),
+    (torch.bfloat16, 10**7, False, 128),
+])  # fmt: skip
 def test_chunks_are_half_a_gigabyte_at_most_unless_words_are_very_many(dtype, words, on_cpu, positions):
     assert positions_per_chunk(dtype, words, on_cpu=on_cpu) == positions
 
 
 def test_prompts_cost_nothing_and_a_frozen_head_is_multiplied_twice():
     """Counted: what the head adds to the layers is two products of the trained positions; TRL's, of all."""
-    trl, ours = with_heads()
-    counts = []
-    for model in (trl, ours, ours):
+    trl, ours = with_heads(trains=False)
+    for model in (trl, ours):
         model.lm_head.weight.requires_grad_(False)
+
+    def flops(loss):
         with FlopCounterMode(display=False) as counter:
-            if len(counts) < 2:
-                model(**batch(), fused_lm_head=True).loss.backward()
-            else:
-                model.model(input_ids=batch()["input_ids"]).last_hidden_state.sum().backward()
-        counts.append(counter.get_total_flops())
-    product = 2 * tiny.VOCAB * 64
-    trained = int((batch()["labels"][:, 1:] != -100).sum())
-    assert counts[1] - counts[2] == product * 2 * trained
-    assert counts[0] - counts[2] >= product * 2 * 39  # and another that the counter does not know, in place
+            loss().backward()
+        return counter.get_total_flops()
+
+    by_trl, by_us = (flops(lambda model=model: model(**batch(), fused_lm_head=True).loss) for model in (trl, ours))
+    layers = flops(lambda: ours.model(input_ids=batch()["input_ids"]).last_hidden_state.sum())
+    product, trained = 2 * tiny.VOCAB * 64, int((batch()["labels"][:, 1:] != -100).sum())
+    assert by_us - layers == product * 2 * trained
+    assert by_trl - layers >= product * 2 * 39  # and another that the counter does not know, in place
 
 
 def test_no_trained_position_is_a_zero_with_a_gradient():
@@ -212,13 +206,6 @@ def test_no_trained_position_is_a_zero_with_a_gradient():
     loss = ours(**nothing, fused_lm_head=True).loss
     loss.backward()
     assert loss == 0 and not ours.model.norm.weight.grad.any()
-
-
-def test_other_calls_are_the_models_own():
-    trl, ours = with_heads()
-    assert torch.equal(ours(**batch()).loss, trl(**batch()).loss)
-    assert torch.equal(ours.generate(batch()["input_ids"][:, :5], max_new_tokens=3),
-                       trl.generate(batch()["input_ids"][:, :5], max_new_tokens=3))  # fmt: skip
 
 
 def test_a_head_that_is_wrong_is_not_taken(monkeypatch, caplog):
@@ -232,13 +219,10 @@ def test_a_head_that_is_wrong_is_not_taken(monkeypatch, caplog):
     assert_scores(*(each(**batch(), fused_lm_head=True) for each in (broken, model)))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "why"),
-    [
-        ("is_floating_point", lambda self: False, "no plain weight"),
-        ("ds_shape", (tiny.VOCAB, 64), "split over processes"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "value", "why"), [
+    ("is_floating_point", lambda self: False, "no plain weight"),
+    ("ds_shape", (tiny.VOCAB, 64), "split over processes"),
+], ids=["integers", "split"])  # fmt: skip
 def test_a_head_whose_weight_is_not_plain_is_the_models_own(attribute, value, why, caplog):
     """When it is chosen, and if the weight is split only later, as under FSDP2."""
     plain, chosen, later = (tiny.model(layers=1) for _ in range(3))
@@ -269,20 +253,96 @@ def test_routers_losses_are_the_models_own(kind):
 @pytest.mark.parametrize("logging_steps", [1, 2])
 def test_training_measures_what_is_logged(tmp_path, logging_steps):
     """Entropy and accuracy of logged steps are what TRL logs for them; losses are the same."""
-    logs, scored = {}, []
-    for name in ("trl", "ours"):
-        args = arguments(out=tmp_path / name, logging_steps=logging_steps, max_steps=4)
-        trainer = packed_trainer(args, peft_config=lora_config())
-        if name == "trl":
-            inner = trainer._head.module.module
-            inner.forward = trainer._head.module.original
-            trainer._head.module = None
-        trainer.train()
-        logs[name] = logs_of(trainer)
-        scored.append(losses(trainer))
-    assert_trajectory(scored[1], scored[0])
-    for ours, trl in zip(logs["ours"], logs["trl"], strict=True):
-        assert {"entropy", "mean_token_accuracy"} <= set(ours)
+    trainers = [packed_trainer(arguments(out=tmp_path / name, logging_steps=logging_steps, max_steps=4),
+                               peft_config=lora_config()) for name in ("trl", "ours")]  # fmt: skip
+    head = trainers[0]._head
+    head.module.module.forward = head.module.original
+    head.module = None
+    trl, ours = map(trained, trainers)
+    assert_trajectory(losses(ours), losses(trl))
+    for own, theirs in zip(logs_of(ours), logs_of(trl), strict=True):
+        assert {"entropy", "mean_token_accuracy"} <= set(own)
         if logging_steps == 1:
-            figures = ([(entry["entropy"], entry["mean_token_accuracy"])] for entry in (ours, trl))
+            figures = ([(entry["entropy"], entry["mean_token_accuracy"])] for entry in (own, theirs))
             assert_trajectory(*figures)
+
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def padded_batch():
+    made = padded(tiny.documents())
+    labels = made["input_ids"].masked_fill(made["attention_mask"] == 0, -100)
+    labels[:, :4] = -100
+    return {**made, "labels": labels}
+
+
+def run_padded(model, **options):
+    model.zero_grad()
+    output = model(**padded_batch(), fused_lm_head=True, **options)
+    (output.loss + 0.1 * output.entropy.sum()).backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"cast_lm_head_to_fp32": True}], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite", "mamba2", "phi"])
+def test_scores_of_padded_rows_are_trls(model_type, options):
+    """Plain, softly capped, scaled, behind a causal LM of ours, with a bias."""
+    model = small_model(model_type)
+    add_fused_lm_head(model, outputs=OUTPUTS, **options)
+    expected, expected_grads = run_padded(model)
+    patch(model, unpad=True)
+    actual, grads = run_padded(model)
+    assert_scores(actual, expected, names=("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits"))
+    assert_gradients(grads, expected_grads)
+    other, _ = run_padded(model, num_items_in_batch=7)
+    assert_float32(other.loss, -actual.log_probs.sum().double() / 7)
+    unpatch(model)
+    assert torch.equal(run_padded(model)[0].log_probs, expected.log_probs)
+
+
+def test_less_is_multiplied():
+    model = tiny.model(layers=1)
+    add_fused_lm_head(model)
+
+    def flops():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(**padded_batch(), fused_lm_head=True)
+        return counter.get_total_flops()
+
+    trl = flops()
+    patch(model, unpad=True)
+    labelled, places = int((padded_batch()["labels"][:, 1:] != -100).sum()), padded_batch()["labels"][:, 1:].numel()
+    saved = 2 * (places - labelled) * tiny.VOCAB * model.config.hidden_size
+    assert trl - flops() >= saved
+
+
+def test_our_head_selects_positions_by_itself():
+    """It runs on top of the padded padded_batch without pads, or below; the control: other labels."""
+    model, twin = (tiny.model() for _ in range(2))
+    model.forward = ChunkedHead(model)
+    patch(model, unpad=True)
+    patch(twin, unpad=True)
+    twin.forward = ChunkedHead(twin)
+    actual, expected = (each(**padded_batch(), fused_lm_head=True) for each in (model, twin))
+    assert_scores(actual, expected)
+    everything = padded_batch()["labels"].masked_fill(padded_batch()["labels"] == -100, 3)
+    assert differs(model(**{**padded_batch(), "labels": everything}, fused_lm_head=True).log_probs, actual.log_probs)
+
+
+def test_fields_without_labels_and_calls_without_the_head():
+    """Fields that were not asked for are none, a loss of nothing stays connected, other calls are the model's own."""
+    model = tiny.model().eval()
+    add_fused_lm_head(model)
+    plain = model(**padded_batch())
+    patch(model, unpad=True)
+    output = model(**padded_batch(), fused_lm_head=True)
+    assert output.entropy is None and output.mean_logits is None and output.log_probs.requires_grad
+    loss = model(
+        **{**padded_batch(), "labels": torch.full_like(padded_batch()["labels"], -100)}, fused_lm_head=True
+    ).loss
+    loss.backward()
+    assert loss == 0 and all(p.grad is not None for p in model.model.layers.parameters())
+    found = model(**padded_batch())
+    assert found.logits.shape == plain.logits.shape
+    assert_float32(found.loss.detach(), plain.loss.detach().double())

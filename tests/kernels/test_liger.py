@@ -10,19 +10,19 @@ import pretended_liger
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
 from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
 from training import arguments, packed_trainer, trained
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.kernels import liger, rotary
 from trl_packfa.kernels.lora import projections
-from trl_packfa.kernels.norms import RMSNormOverride, has_norm_kernel
+from trl_packfa.kernels.norms import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patching.apply import compile_layers
@@ -37,32 +37,37 @@ def run(model, *, context=nullcontext, **options):
     return tiny.logits_and_gradients(patch(unpatch(model), **options), context=context)
 
 
-# Norms, layers that rotate, gated products of two layers; Phi rotates half a head, its norms and MLPs are others.
-# In a backward, fused LoRA computes the output of both norms of a layer again.
+# Norms, layers that rotate, gated products of two layers. Phi rotates half a head, its norms and MLPs are others.
+# Norms of Gemma 2 add one to their weights, its MLPs take GELU. In a backward, fused LoRA computes the output of both
+# norms of a layer again.
 AGAIN = 2 * 2
-COUNTS = {"llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi": (0, 2, 0), "phi3": (5, 2, 0), "mistral": (5, 2, 2)}
+COUNTS = {
+    "llama": (5, 2, 2), "llama with GELU": (5, 2, 0), "qwen3": (9, 2, 2), "phi": (0, 2, 0), "phi3": (5, 2, 0),
+    "gemma2": (0, 2, 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
-@pytest.mark.parametrize("architecture", COUNTS)
-def test_results_are_the_models_own(architecture, lora, calls):
-    model = adapted(architecture) if lora else tiny.model(architecture, layers=2).train()
+@pytest.mark.parametrize(("architecture", "counts"), COUNTS.items(), ids=COUNTS)
+def test_results_are_the_models_own(architecture, counts, lora, calls):
+    architecture, *other = architecture.split(" with ")
+    base = tiny.model(architecture, layers=2, **({"hidden_act": "gelu"} if other else {}))
+    model = adapted(base=base) if lora else base.train()
     expected, expected_grads = run(model, fused_kernels=False)
     assert not calls
     logits, grads = run(model)
     # A norm's input may have no gradient; an MLP with adapters computes its product again in the backward.
-    norms, *others = COUNTS[architecture]
+    norms, *others = counts
     norms += AGAIN if lora and norms else 0
     assert [calls["rms_norm"], calls["rope"], calls["swiglu_backward"]] == [norms, *others]
+    assert ("SwiGLU" in describe(model)) == bool(others[1])
     assert_recomputed(logits, expected)
     assert_gradients(grads, expected_grads)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)],
-    ids=["LoRA", "dropout", "full"],
-)
+@pytest.mark.parametrize("build", [
+    adapted, partial(adapted, lora_dropout=0.3), partial(tiny.model, layers=2)
+], ids=["LoRA", "dropout", "full"])  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_further_from_the_truth(dtype, autocast, build, calls, monkeypatch):
@@ -121,17 +126,13 @@ def test_the_rotation_writes_over_nothing(calls):
     assert differs(rotated[0], query) and rotated[0].is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("build", "hooked", "owned"),
-    [
-        (adapted, False, True),
-        (adapted, True, False),
-        (partial(adapted, "qwen3"), False, False),
-        (partial(tiny.model, layers=2), False, False),
-        (partial(tiny.model, layers=2), True, False),
-    ],
-    ids=["fused", "hooked", "after q_norm", "full", "full, hooked"],
-)
+@pytest.mark.parametrize(("build", "hooked", "owned"), [
+    (adapted, False, True),
+    (adapted, True, False),
+    (partial(adapted, "qwen3"), False, False),
+    (partial(tiny.model, layers=2), False, False),
+    (partial(tiny.model, layers=2), True, False),
+], ids=["fused", "hooked", "after q_norm", "full", "full, hooked"])  # fmt: skip
 def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, owned, calls, monkeypatch):
     """Gradients are those of copies, to the bit, and what a hook has kept stays."""
     seen, kept, rotates = [], [], rotary.rotate_by_liger
@@ -146,9 +147,8 @@ def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, o
         return rotates(*given, overwrites=False)
 
     model = build()
-    if hooked:
-        for layer in model.get_decoder().layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    for layer in model.get_decoder().layers if hooked else ():
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
     found = []
     for function in (copying, rotate_by_liger):
         monkeypatch.setattr(rotary, "rotate_by_liger", function)
@@ -157,35 +157,26 @@ def test_the_rotation_writes_over_outputs_of_fused_layers_alone(build, hooked, o
     assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
 
 
-def test_only_packed_calls_run_them(calls):
+def test_graphs_fuse_by_themselves_and_calls_that_are_not_packed_run_none(calls):
     model, ids = tiny.model(layers=2), torch.arange(3, 20)[None]
     expected = model(input_ids=ids).logits
     assert torch.equal(patch(model)(input_ids=ids).logits, expected) and not calls
-    assert torch.equal(unpatch(model)(input_ids=ids).logits, expected)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_graphs_fuse_by_themselves(calls):
     model = patch(adapted())
     compile_layers(model, backend="aot_eager")
     model(**tiny.batch(tiny.documents())).logits.sum().backward()
     assert calls == {"rms_norm": 1, "rms_norm_backward": 1}, "the last norm, which stands behind the layers"
 
 
-def test_what_is_not_llamas_is_left_alone(calls):
-    assert has_norm_kernel(LlamaRMSNorm(8)) and not has_norm_kernel(Gemma2RMSNorm(8))
-    assert not has_norm_kernel(LlamaRMSNorm(8).to("meta"))
-    model = patch(tiny.model("gemma2", layers=2))
-    model(**tiny.batch(tiny.documents()))
-    assert calls == {"rope": 2}, "norms add one to their weights, MLPs take GELU"
-
-
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
-def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
+def test_the_kernels_get_what_they_take_alone(calls):
     """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
-    norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
-    with packed_call(PackedLayout.from_lengths((5,))):
-        assert torch.equal(RMSNormOverride(norm)(x), norm(x))
+    fits = torch.zeros(2, 8)
+    assert liger.takes(fits, fits)
+    others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
+    assert not any(liger.takes(fits, other) for other in others)
+    for given, weights in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        norm, x = LlamaRMSNorm(8).to(weights), torch.randn(5, 8).to(given)
+        with packed_call(PackedLayout.from_lengths((5,))):
+            assert torch.equal(RMSNormOverride(norm)(x), norm(x))
     assert not calls
 
 
@@ -195,34 +186,18 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
 def test_a_norms_backward_leaves_the_incoming_gradient(dtype, trains, narrow, calls, monkeypatch):
     monkeypatch.setattr(liger, "_NARROW", narrow)
     norm, x, grad = LlamaRMSNorm(8).to(dtype), torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    own = {"liger": lambda x, weight: liger.norm_by_liger(liger.liger_kernels(), 1e-6, x, weight)[0],
+           "own": lambda x, weight: weight * F.rms_norm(x.float(), (8,), eps=1e-6).to(dtype),
+           "exact": lambda x, weight: F.rms_norm(x, (8,), weight, eps=1e-6)}  # fmt: skip
     found = []
-    for kind in ("liger", "own", "exact"):
+    for kind, run_norm in own.items():
         to = torch.float64 if kind == "exact" else dtype
         given = x.to(to).requires_grad_(), norm.weight.detach().to(to).requires_grad_(trains)
-        incoming = grad.to(to)
-        if kind == "liger":
-            out, _ = liger.norm_by_liger(liger.liger_kernels(), norm.variance_epsilon, *given)
-        elif kind == "own":
-            out = given[1] * (given[0].float() * (given[0].float().square().mean(-1, True) + 1e-6).rsqrt()).to(to)
-        else:
-            out = given[1] * given[0] * (given[0].square().mean(-1, True) + 1e-6).rsqrt()
+        out, incoming = run_norm(*given), grad.to(to)
         gradients = torch.autograd.grad(out, given[: 1 + trains], incoming)
         assert torch.equal(incoming, grad.to(to))
         found.append((out.detach(), dict(enumerate(gradients))))
     assert_no_worse(*found)
-
-
-def test_takes_what_the_kernels_take(calls):
-    fits = torch.zeros(2, 8)
-    assert liger.takes(fits, fits)
-    others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
-    assert not any(liger.takes(fits, other) for other in others)
-
-
-def test_another_activation_is_not_silu(calls):
-    model = patch(tiny.model(layers=2, hidden_act="gelu").train())
-    model(**tiny.batch(tiny.documents())).logits.sum().backward()
-    assert calls == {"rms_norm": 5, "rms_norm_backward": 5, "rope": 2} and "SwiGLU" not in describe(model)
 
 
 def test_describe_says_what_runs(calls, monkeypatch):
@@ -250,7 +225,8 @@ def test_the_check_proves_them(lora_dropout, calls, monkeypatch):
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_trainer_hands_on_the_switch(fused, calls):
     trainer = trained(packed_trainer(arguments(fused_kernels=fused, max_steps=1)))
-    assert bool(calls) == fused and trainer.check_report.is_exact
+    assert bool(calls) == fused and ("x LoRA: fused" in describe(trainer.model)) == fused
+    assert trainer.check_report.is_exact
 
 
 @pytest.mark.parametrize(("version", "change", "reason"), [

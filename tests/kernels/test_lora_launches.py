@@ -12,6 +12,7 @@ from calls import watched
 from pretended_liger import pretend_liger
 from pretended_triton import pretend_triton
 from test_fused_lora import adapted, oracle, run
+from test_half_lora import cast_adapters
 from tolerance import assert_no_worse, differs
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,11 +36,7 @@ def calls(monkeypatch):
 
 def half_model(adapters=torch.float32, **lora):
     """A model in bfloat16 with adapters of a dtype."""
-    model = adapted(base=tiny.model(layers=2).bfloat16(), **lora)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(adapters)
-    return model
+    return cast_adapters(adapted(base=tiny.model(layers=2).bfloat16(), **lora), adapters)
 
 
 def by_torch(model, monkeypatch):
@@ -146,7 +143,6 @@ def test_checkpointed_layers_are_those_without(lora_dropout, use_reentrant, call
         if options:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **options})
-        torch.manual_seed(7)
         logits, grads = run(model, fused=True)
         return [logits, *(grads[name] for name in sorted(grads))]
 

@@ -18,14 +18,18 @@ IDS = torch.ones(1, 10, dtype=torch.long)
 LAYOUT = PackedLayout.from_lengths([4, 6])
 
 
-def test_positions_that_run_through_are_no_boundaries():
-    assert layout_of({"input_ids": IDS, "position_ids": torch.arange(10)[None]}) is None
-    assert layout_of({"input_ids": IDS}) is None
-
-
-def test_one_set_of_positions_serves_every_row():
-    layout = layout_of({"input_ids": IDS.expand(2, -1), "position_ids": LAYOUT.position_ids()})
+def test_boundaries_of_one_row_or_of_several():
+    running, two = torch.arange(10)[None], IDS.expand(2, -1)
+    assert layout_of({"input_ids": IDS}) is layout_of({"input_ids": IDS, "position_ids": running}) is None
+    layout = layout_of({"input_ids": two, "position_ids": LAYOUT.position_ids()})  # one set for every row
     assert (layout.lengths, layout.rows) == ((4, 6, 4, 6), 2)
+    # A document split in two keeps counting; only cu_seq_lens says so.
+    assert layout_of({"input_ids": IDS, "position_ids": running, **LAYOUT.flash_kwargs()}).lengths == (4, 6)
+    with pytest.raises(InvalidLayout, match="crosses the end of a row"):
+        layout_of({"input_ids": IDS.view(2, 5), "cu_seq_lens_q": LAYOUT.cu_seqlens})
+    padded = PackedLayout.from_lengths([3, 1, 2, 2], padding=2)  # for two rows of four tokens
+    found = layout_of({"input_ids": torch.ones((2, 4), dtype=torch.long), "packed_layout": padded})
+    assert (found.rows, found.padding, found.true_lengths) == (2, 2, (3, 1, 2))
 
 
 def test_a_padded_batch_is_left_alone():
@@ -33,17 +37,6 @@ def test_a_padded_batch_is_left_alone():
         counted = (mask.cumsum(1) - 1).clamp(min=0)
         for positions in (torch.arange(10)[None], counted, counted.masked_fill(mask == 0, 1)):
             assert layout_of({"input_ids": IDS, "position_ids": positions, "attention_mask": mask}) is None
-
-
-def test_boundaries_may_be_finer_than_positions():
-    """A document split in two keeps counting; only cu_seq_lens says so."""
-    call = {"input_ids": IDS, "position_ids": torch.arange(10)[None], **LAYOUT.flash_kwargs()}
-    assert layout_of(call).lengths == (4, 6)
-
-
-def test_a_document_may_not_cross_rows():
-    with pytest.raises(InvalidLayout, match="crosses the end of a row"):
-        layout_of({"input_ids": IDS.view(2, 5), "cu_seq_lens_q": LAYOUT.cu_seqlens})
 
 
 FILLED = {"packed_layout": {"packed_layout": LAYOUT}, "cu_seq_lens_q": LAYOUT.flash_kwargs(),
@@ -169,29 +162,17 @@ def test_a_row_longer_than_the_positions_of_documents_that_fit(model_type):
         model(**tiny.batch([docs[0].repeat(3)[:65], docs[1]]))
 
 
-def test_attention_weights_of_a_packed_batch_are_refused():
+def test_attention_that_no_patch_computes_fails_instead_of_leaking():
+    """Weights that are asked for, an attention that the patch missed, two-way attention."""
     model = patch(tiny.model())
     with pytest.raises(PackingError, match="no T x T matrix exists"):
         model.model(input_ids=IDS, packed_layout=LAYOUT, output_attentions=True)
-
-
-def test_an_attention_that_the_patch_missed_fails_instead_of_leaking():
-    model = patch(tiny.model())
     del vars(model.model.layers[1].self_attn)["forward"]
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         with pytest.raises(RuntimeError):
             model(input_ids=IDS, packed_layout=LAYOUT)
-
-
-def test_two_way_attention_is_refused_and_nothing_is_changed():
     model = tiny.model("gemma3", use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="attends in both directions"):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_layout_of_other_rows_keeps_what_it_says_of_padding_and_direction():
-    layout = PackedLayout.from_lengths([3, 1, 2, 2], padding=2)  # two rows of four tokens
-    found = layout_of({"input_ids": torch.ones((2, 4), dtype=torch.long), "packed_layout": layout})
-    assert found.rows == 2 and found.padding == 2 and found.true_lengths == (3, 1, 2)

@@ -40,13 +40,15 @@ def test_flash_kwargs_are_trls():
 
 def test_dense_mask_is_block_diagonal_causal_and_windowed():
     mask = dense_mask(PackedLayout.from_lengths([2, 3]), sliding_window=2)
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
+    rows = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert mask.int().tolist() == rows
+
+
+def test_positions_that_jump_start_documents_and_repeated_offsets_do_not():
+    positions = torch.tensor([[5, 6, 7, 9, 9, 0, 1]], dtype=torch.int32)
+    assert PackedLayout.from_position_ids(positions).lengths == (3, 1, 1, 2)
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 2, 5, 5, 5], dtype=torch.int32))  # padded to a fixed size
+    assert layout.lengths == (2, 3) and layout.cu_seqlens.tolist() == [0, 2, 5]
 
 
 def test_split_is_the_inverse_of_concatenation():
@@ -54,17 +56,6 @@ def test_split_is_the_inverse_of_concatenation():
     layout = PackedLayout.from_lengths([3, 1, 2], rows=1)
     for packed in (torch.cat(documents), torch.cat(documents)[None]):
         assert all(torch.equal(a, b) for a, b in zip(layout.split(packed), documents, strict=True))
-
-
-def test_positions_that_jump_repeat_or_start_above_zero_start_documents():
-    positions = torch.tensor([[5, 6, 7, 9, 9, 0, 1]], dtype=torch.int32)
-    assert PackedLayout.from_position_ids(positions).lengths == (3, 1, 1, 2)
-
-
-def test_repeated_offsets_pad_cu_seqlens():
-    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 2, 5, 5, 5], dtype=torch.int32))
-    assert layout.lengths == (2, 3)
-    assert layout.cu_seqlens.tolist() == [0, 2, 5]
 
 
 @pytest.mark.parametrize(("build", "message"), [
@@ -99,9 +90,6 @@ def test_to_a_device_is_made_once_for_each_device_and_keeps_everything_else():
     assert (moved.lengths, moved.rows) == (layout.lengths, layout.rows)
     assert layout.to(torch.device("meta")) is moved and moved.to("meta") is moved
     assert layout.to("cpu") is layout
-
-
-def test_to_a_device_under_inference_mode_can_be_saved_for_a_backward():
     with torch.inference_mode():
-        layout = PackedLayout.from_lengths([2, 3]).to("meta")
-    assert not layout.cu_seqlens.is_inference()
+        saved = PackedLayout.from_lengths([2, 3]).to("meta")
+    assert not saved.cu_seqlens.is_inference(), "a backward can save it"

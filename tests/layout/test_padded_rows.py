@@ -57,13 +57,10 @@ def test_a_row_by_itself_has_the_features_of_its_own_image_tokens(names):
         assert first[:, 0].tolist() == expected and (-second[:, 0]).tolist() == expected
 
 
-def test_a_row_of_pads_alone_is_no_document():
+def test_a_row_of_pads_alone_is_no_document_and_a_mask_with_a_hole_is_refused():
     rows = PaddedRows.from_mask(torch.tensor([[0, 0, 0], [0, 1, 1]]))
     assert rows.lengths == (0, 2) and rows.layout(torch.device("cpu")).lengths == (2,) and rows.num_pads == 4
     assert rows.put_back(torch.ones(1, 2, 1)).flatten().tolist() == [0, 0, 0, 0, 1, 1]
-
-
-def test_a_mask_with_a_hole_is_refused():
     with pytest.raises(InvalidLayout, match=r"hole: row 1 has 3 tokens between columns 0 and 4, and a 0 at column 2"):
         PaddedRows.from_mask(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]))
     with pytest.raises(InvalidLayout, match="meta device"):

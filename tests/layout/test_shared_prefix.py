@@ -136,25 +136,22 @@ def test_rows_come_back_whatever_they_share(seed, side, shortest):
     assert all(length >= shortest for length in prefixes)
 
 
-def test_as_much_is_shared_as_there_is():
+def test_as_much_is_shared_as_there_is_and_nothing_where_little_is_alike():
+    def shared(documents, **options):
+        batch = padded(documents)
+        return share(rows_of(batch["attention_mask"]), batch["input_ids"], **options)
+
     same, other = torch.arange(1, 31), torch.arange(50, 70)
     cut, long = torch.cat([same[:20], other[5:9]]), torch.cat([same, other])
-    batch = padded([torch.cat([same, other[:5]]), other[:3], cut, same, long])
-    shared = share(rows_of(batch["attention_mask"]), batch["input_ids"])
+    found = shared([torch.cat([same, other[:5]]), other[:3], cut, same, long])
     # What follows the 20 tokens of four rows is alike in 10 and 15 tokens more: too few for a segment of its own.
-    assert sorted(shared.segments) == [3, 4, 10, 15, 20, 30]
-    assert [shared.segments[document[0]] for document in shared.documents] == [20, 3, 20, 20, 20]
-    longer = padded([torch.cat([row, torch.tensor([i])]) for i, row in enumerate([same[:16], same[:16], *[same] * 2])])
-    nested = share(rows_of(longer["attention_mask"]), longer["input_ids"], shortest=10)
+    assert sorted(found.segments) == [3, 4, 10, 15, 20, 30]
+    assert [found.segments[document[0]] for document in found.documents] == [20, 3, 20, 20, 20]
+    rows = [same[:16], same[:16], same, same]
+    nested = shared([torch.cat([row, torch.tensor([i])]) for i, row in enumerate(rows)], shortest=10)
     assert sorted(nested.segments) == [1, 1, 1, 1, 14, 16] and [len(d) for d in nested.documents] == [2, 2, 3, 3]
-    twice = padded([same, same])
-    assert share(rows_of(twice["attention_mask"]), twice["input_ids"]).documents == ((0,), (0,))
-
-
-def test_nothing_is_shared_where_little_is_alike():
-    same = torch.arange(1, SHORTEST)
-    batch = padded([torch.cat([same, torch.tensor([i])]) for i in (70, 71)])
-    assert share(rows_of(batch["attention_mask"]), batch["input_ids"]) is None
+    assert shared([same, same]).documents == ((0,), (0,))
+    assert shared([torch.cat([same[: SHORTEST - 1], torch.tensor([i])]) for i in (70, 71)]) is None
     assert share(PaddedRows((2, 3), (0, 0), (3, 0)), torch.ones(2, 3)) is None
 
 

@@ -1,92 +1,38 @@
-"""Models with images: padded batches run without their pads in the text decoder, images and all."""
+"""Models with images or sounds: padded batches run without their pads in the text decoder; by blocks, where the tokens
+of an image see each other."""
 
 import copy
 
 import pytest
 import tiny
 import torch
-import vision
-from tiny_models.composites import image_batch, padded, small_composite
+from tiny_models import composites
+from tiny_models.composites import image_batch, small_composite
 from tolerance import assert_float32, assert_regrouped, assert_rounding, differs
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import CONFIG_MAPPING
 
-from trl_packfa import check, describe, patch
+from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.checking.first_batch import compare_padded_batch
 from trl_packfa.errors import PackingError
 from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.blocks import Blocks
 from trl_packfa.layout.padded_rows import PaddedRows
+from trl_packfa.patching.handed_masks import HandedMasks
+from trl_packfa.patching.mask_rules import blocks_in_rule
 from trl_packfa.patching.state import find_state
 
-IMAGE = tiny.VOCAB - 1
-TEXT = {
-    "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-IDS = {
-    "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2,
-    "vision_end_token_id": IMAGE - 3,
-}  # fmt: skip
-PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-
-
-def qwen2_vl():
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, **PATCHES}
-    config = Qwen2VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=seen, **IDS)
-    return Qwen2VLForConditionalGeneration(config)
-
-
-def qwen3_vl():
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
-    seen = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1], **PATCHES,
-    }  # fmt: skip
-    config = Qwen3VLConfig(text_config={**TEXT, "head_dim": 8, "rope_parameters": rope}, vision_config=seen, **IDS)
-    return Qwen3VLForConditionalGeneration(config)
-
-
-MODELS = {"llava": vision.model, "qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl}
-# Text tokens and images of each row.
-ROWS = ((9, 2), (5, 1), (14, 0), (3, 1))
-
-
-def build(name):
-    torch.manual_seed(0)
-    return MODELS[name]().train()
+# Rows with positions of one kind; of three; of three, with features of images at several layers.
+TYPES = ("llava", "qwen2_vl", "qwen3_vl")
+# Tokens of an image see each other. Gemma 3: in all layers. PaliGemma: a prefix with its image. Gemma 4: in sliding
+# layers only. Molmo 2: all images of a row see each other.
+WITH_BLOCKS = ("gemma3", "paligemma", "gemma4", "molmo2")
+# Layers of Gemma 4 share keys: transformers' own gradients through reentrant checkpoints are wrong.
+CHECKPOINTED = [(name, reentrant) for name in (*TYPES, *WITH_BLOCKS) for reentrant in (False, True)
+                if (name, reentrant) != ("gemma4", True)]  # fmt: skip
 
 
 def without_pads(stock):
     return patch(copy.deepcopy(stock), unpad=True)
-
-
-def batch(model, *, left=False, rows=ROWS):
-    """Padded rows with images of four or eight tokens (LLaVA: of four)."""
-    generator = torch.Generator().manual_seed(1)
-    by_grid = "Qwen" in type(model).__name__
-    image = model.config.image_token_id
-    documents, grids, pixels = [], [], []
-    for tokens, images in rows:
-        ids = torch.randint(6, IMAGE - 4, (tokens,), generator=generator).tolist()
-        for number in range(images):
-            height, width = (4, 4) if number % 2 == 0 else (8, 4)
-            grids.append([1, height, width])
-            shape = (height * width, 3 * 2 * 4 * 4) if by_grid else (1, 3, 16, 16)
-            pixels.append(torch.randn(shape, generator=generator))
-            own = [IMAGE - 2, *[image] * (height * width // 4), IMAGE - 3] if by_grid else [image] * 4
-            ids[2:2] = own
-        documents.append(ids)
-    ids, mask = padded(documents, left=left)
-    labels = ids.masked_fill((mask == 0) | (ids >= IMAGE - 3) | (ids == image), -100)
-    # A first token is predicted at a pad of a left-padded row, where nothing is computed.
-    labels[torch.arange(len(rows)), mask.argmax(1)] = -100
-    made = {"input_ids": ids, "attention_mask": mask, "labels": labels, "pixel_values": torch.cat(pixels)}
-    if by_grid:
-        made |= {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (ids == image).long()}
-    elif left:  # as the rows without pads count
-        made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    return made
 
 
 def run(model, inputs):
@@ -100,45 +46,66 @@ def run(model, inputs):
 def assert_same(found, expected):
     for actual, stock in zip(found[:2], expected[:2], strict=True):
         assert_float32(actual, stock.double())
+    assert any("vis" in name or "audio" in name for name in expected[2])
     assert_regrouped(found[2], expected[2])
 
 
 @pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TYPES)
 def test_batches_with_images_run_without_their_pads(name, left):
-    stock = build(name)
-    inputs, model = batch(stock, left=left), without_pads(stock)
+    stock = small_composite(name)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
     state = find_state(model)
     before = state.unpadding.calls
     expected, found = run(stock, inputs), run(model, inputs)
     assert state.parts.takes_images and state.unpadding.calls == before + 1
     assert_same(found, expected)
-    assert any("vis" in key for key in found[2])
     assert check(model).is_exact and "computed without padding" in describe(model)
 
 
-def test_three_rows_with_positions_of_three_kinds():
+def test_three_rows_with_positions_of_three_kinds(monkeypatch):
     """Their positions are `(3, 3, L)`: the first axis holds kinds, not rows."""
-    stock = build("qwen3_vl")
-    inputs = batch(stock, rows=ROWS[:3])
+    monkeypatch.setattr(composites, "ROWS", composites.ROWS[:3])
+    stock = small_composite("qwen3_vl")
+    inputs = image_batch(stock).inputs
+    assert len(inputs["input_ids"]) == 3
     assert_same(run(without_pads(stock), inputs), run(stock, inputs))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "reentrant"), CHECKPOINTED)
 def test_checkpointing_changes_nothing(name, reentrant):
-    stock = build(name)
-    inputs, model = batch(stock), without_pads(stock)
+    """Layers are run again from their arguments, outside of the call: blocks come with the layout."""
+    stock = small_composite(name).train()
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
     expected = run(stock, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(run(model, inputs), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Granite Vision's decoder adds features of images at several layers, where a mask of tokens says so.
+BESIDE = {"granite4_vision": "pixel_values", "voxtral": "input_features", "glmasr": "input_features",
+          "qwen2_audio": "input_features"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "left"), [*((name, False) for name in BESIDE), ("granite4_vision", True)])
+def test_images_at_several_layers_and_sounds_run_without_their_pads(name, left):
+    """The control moves them to other rows."""
+    stock = small_composite(name)
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
+    expected, found = run(stock, inputs), run(model, inputs)
+    assert find_state(model).unpadding.calls > 0 and find_state(model).parts.takes_images
+    assert_float32(found[1], expected[1].double())
+    if name != "granite4_vision":
+        assert_same(found, expected)
+    others = {**inputs, BESIDE[name]: inputs[BESIDE[name]].roll(1, 0)}
+    assert differs(run(model, others)[1], expected[1])
+
+
+@pytest.mark.parametrize("name", TYPES)
 def test_negative_control_rows_that_see_each_other(name, monkeypatch):
-    stock = build(name)
-    inputs, model = batch(stock), without_pads(stock)
+    stock = small_composite(name)
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
     _, logits, _ = run(stock, inputs)
     monkeypatch.setattr(PaddedRows, "layout", lambda self, device: PackedLayout.from_lengths([self.num_tokens]))
     assert differs(run(model, inputs)[1], logits)
@@ -158,30 +125,6 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     assert find_state(model).unpadding.calls > 0
     others = {key: inputs[key].roll(1, 0) for key in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
     assert differs(run(model, {**inputs, **others})[1], expected[1])
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(left):
-    """Granite Vision: its decoder adds features of images at several layers, where a mask of tokens says so."""
-    stock = small_composite("granite4_vision")
-    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
-    (_, logits, _), found = run(stock, inputs), run(model, inputs)
-    state = find_state(model)
-    assert state.parts.takes_images and state.unpadding.calls > 0
-    assert_float32(found[1], logits.double())
-    others = {**inputs, "pixel_values": inputs["pixel_values"].roll(1, 0)}
-    assert differs(run(model, others)[1], logits)
-
-
-@pytest.mark.parametrize("name", ["voxtral", "glmasr", "qwen2_audio"])
-def test_batches_with_sounds_run_without_their_pads(name):
-    stock = small_composite(name)
-    inputs, model = image_batch(stock).inputs, without_pads(stock)
-    expected, found = run(stock, inputs), run(model, inputs)
-    assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in found[2])
-    assert_same(found, expected)
-    others = {**inputs, "input_features": inputs["input_features"].roll(1, 0)}
-    assert differs(run(model, others)[1], expected[1])
 
 
 @pytest.mark.parametrize("name", ["mllama", "nemotron_h_omni"])
@@ -206,7 +149,7 @@ def test_arguments_by_row_are_refused():
 
 
 def test_packed_rows_hold_text_only():
-    model = patch(build("qwen2_vl"), unpad=True)
+    model = patch(small_composite("qwen2_vl"), unpad=True)
     ids = torch.randint(6, 60, (1, 12), generator=torch.Generator().manual_seed(2))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with torch.no_grad():
@@ -216,3 +159,78 @@ def test_packed_rows_hold_text_only():
     images = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     with pytest.raises(PackingError, match="a packed row cannot hold pixel_values, image_grid_thw in this model"):
         model(input_ids=ids, position_ids=positions, **images)
+
+
+@pytest.fixture(params=WITH_BLOCKS)
+def stock(request):
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {request.param}")
+    return small_composite(request.param)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("left", [False, True])
+def test_images_run_without_their_pads(stock, left):
+    inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
+    state = find_state(model)
+    assert state.parts.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
+    assert_same(run(model, inputs), run(stock, inputs))
+    assert state.unpadding.calls == 1 and state.unpadding.blocks > 0
+    with torch.no_grad():  # with a cache, and after the patch is gone, the masks are the model's own
+        cached = model(**inputs, use_cache=True)
+        name = "cache" if "cache" in cached else "past_key_values"  # before transformers 5.24
+        assert cached[name] is not None and torch.equal(cached.logits, stock(**inputs, use_cache=True).logits)
+        assert state.unpadding.calls == 1
+        assert torch.equal(unpatch(model)(**inputs).logits, stock(**inputs).logits)
+    if stock.config.model_type == "paligemma":  # without a mask its own text sees what comes after it
+        positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        with pytest.raises(PackingError, match="PaliGemmaForConditionalGeneration cannot run packed rows: differs"):
+            patch(model, unpad=True)(input_ids=torch.arange(6, 18)[None], position_ids=positions)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_bidirectional_spans_equal_every_attention_with_a_mask(attention):
+    stock = small_composite("gemma3")
+    stock.set_attn_implementation(attention)
+    inputs = image_batch(stock).inputs
+    assert_same(run(without_pads(stock), inputs), run(stock, inputs))
+
+
+def test_negative_controls_of_blocks_are_seen(stock, monkeypatch):
+    """Images whose tokens see only the ones before them, and blocks in layers that have none."""
+    inputs, model = image_batch(stock).inputs, without_pads(stock)
+    _, logits, _ = run(stock, inputs)
+    with monkeypatch.context() as context:
+        context.setattr(HandedMasks, "blocks", lambda self, rows: None)
+        assert differs(run(model, inputs)[1], logits)
+    blocks = HandedMasks.blocks
+    everywhere = lambda self, rows: Blocks(*[max(blocks(self, rows)[:2], key=len)] * 2)  # noqa: E731
+    monkeypatch.setattr(HandedMasks, "blocks", everywhere)
+    assert differs(run(model, inputs)[1], logits) == (stock.config.model_type == "gemma4")
+
+
+def rule_of(groups):
+    """Transformers' rule for causal attention with groups that see each other; -1 is no group."""
+    groups = torch.tensor(groups)
+
+    def rule(batch, head, query, key):
+        same = (groups[batch, query] == groups[batch, key]) & (groups[batch, query] >= 0)
+        return (key <= query) | same
+
+    return rule
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_blocks_are_read_off_the_rule(by_index):
+    rule = rule_of([[-1, 0, 0, 1, 1, -1], [0, 0, 0, -1, -1, -1], [-1, -1, 2, 2, 2, 2]])
+    mask = torch.tensor([[1] * 6, [1] * 6, [1] * 4 + [0] * 2])
+    assert blocks_in_rule(rule, mask, by_index=by_index) == ((((1, 3), (3, 5)), ((0, 3),), ((2, 4),)), False)
+    # Images of a row that all see each other are joined.
+    joined, apart = [0, 0, -1, 0, 0, -1, 0, 0], [0, 0, -1, 1, 1, -1, 2, 2]
+    ones = torch.ones(2, 8, dtype=torch.long)
+    for groups in (joined, apart):
+        found = blocks_in_rule(rule_of([groups, [-1] * 8]), ones, by_index=by_index)
+        assert found == ((((0, 2), (3, 5), (6, 8)), ()), groups is joined)
+    for groups in ([joined, apart], [[0, 0, -1, 1, 1, -1, 0, 0], [-1] * 8]):
+        with pytest.raises(PackingError, match=r"tokens 0 and \d of row 0 see each other, .* tokens \d and"):
+            blocks_in_rule(rule_of(groups), ones, by_index=by_index)

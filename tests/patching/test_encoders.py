@@ -41,7 +41,8 @@ def run(model, inputs):
     if logits.dim() == 3:  # a label for each token: those at pads are not read
         logits = logits[inputs["attention_mask"].bool()]
     logits.float().sin().sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    parameters = getattr(model, "_orig_mod", model).named_parameters()
+    return logits.detach(), {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def assert_same(found, expected):
@@ -63,6 +64,7 @@ def test_padded_batches_run_without_their_pads(model_type, head):
     assert state.unpadding.calls == 2
     saved, places = state.unpadding.pads, 2 * 4 * 16
     assert saved == places - 2 * sum(LENGTHS) if model_type not in GROUPS else 0 < saved < places - 2 * sum(LENGTHS)
+
     unpatch(model)
     assert torch.equal(run(model, batch())[0], expected[0]) and describe(model) == "not patched"
 
@@ -122,7 +124,7 @@ class Output(dict):
     (Output, r"a value of type Output(.|\n)*only tensors of several calls"),
     # The share of each group's loss in the whole is not known.
     (lambda outputs: (outputs[0].mean(), outputs[0]), "unpad=True cannot join the single numbers"),
-])  # fmt: skip
+], ids=["unknown", "numbers"])  # fmt: skip
 def test_outputs_that_groups_cannot_join_are_refused(changed, message, monkeypatch):
     model = patch(small_encoder("mpnet", "SequenceClassification"), unpad=True).base_model
     override = override_in(model)
@@ -144,6 +146,15 @@ def loss_of(model, labels):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def test_under_torch_compile():
+    model = small_encoder("bert", "SequenceClassification")
+    expected = run(model, batch())
+    assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected)
+    model = small_encoder("bert", "QuestionAnswering")
+    loss, _ = loss_of(model, spans())
+    assert loss_of(torch.compile(patch(model, unpad=True), backend="eager"), spans())[0] == loss
+
+
 @pytest.mark.parametrize("model_type", ["bert", "mpnet", "t5", *in_full("bart", "modernbert", "mt5", "led")])
 def test_question_answering_has_the_padded_loss(model_type, caplog):
     """The model's own loss is a softmax over all columns of a row, pads too."""
@@ -161,16 +172,6 @@ def test_question_answering_has_the_padded_loss(model_type, caplog):
     assert unpadding.calls == 1
 
 
-def test_negative_control_the_loss_of_question_answering_without_pads_is_another(monkeypatch):
-    model = small_encoder("bert", "QuestionAnswering")
-    expected, _ = loss_of(model, spans())
-    monkeypatch.setattr(SpanLossOverride, "_trains_on_spans", lambda self, call: False)
-    patch(model, unpad=True)
-    assert differs(model(**batch(), **spans()).loss, expected)
-    with pytest.raises(ContaminationError, match=r"BertEncoder: the loss depends on what the model computes at a pad"):
-        loss_of(model, spans())
-
-
 @pytest.mark.parametrize("head", ["TokenClassification", "MaskedLM"])
 @pytest.mark.parametrize("model_type", ["bert", "mpnet"])
 def test_labels_at_pads_are_refused_and_masked_ones_are_not(model_type, head):
@@ -185,21 +186,17 @@ def test_labels_at_pads_are_refused_and_masked_ones_are_not(model_type, head):
     assert_same(loss_of(patch(model, unpad=True), masked), expected)
 
 
-def test_under_torch_compile():
-    model = small_encoder("bert", "SequenceClassification")
-    logits, grads = run(model, batch())
-    expected = logits, {f"_orig_mod.{name}": grad for name, grad in grads.items()}
-    assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected)
-    model = small_encoder("bert", "QuestionAnswering")
-    loss, _ = loss_of(model, spans())
-    assert loss_of(torch.compile(patch(model, unpad=True), backend="eager"), spans())[0] == loss
-
-
 def test_negative_controls_are_seen(monkeypatch):
-    """Rows that see each other, and tokens that see only the tokens before them."""
-    model = small_encoder("bert", "SequenceClassification")
-    expected = run(model, batch())[0]
+    """Rows that see each other, tokens that see only the tokens before them, and a loss of spans without pads."""
+    model, answers = (small_encoder("bert", head) for head in ("SequenceClassification", "QuestionAnswering"))
+    expected, (of_spans, _) = run(model, batch())[0], loss_of(answers, spans())
     patch(model, unpad=True)
+    patch(answers, unpad=True)
+    with monkeypatch.context() as once:
+        once.setattr(SpanLossOverride, "_trains_on_spans", lambda self, call: False)
+        assert differs(answers(**batch(), **spans()).loss, of_spans)
+        with pytest.raises(ContaminationError, match=r"BertEncoder: the loss depends on what the model computes at a"):
+            loss_of(answers, spans())
     with monkeypatch.context() as once:
         once.setattr(HandedMasks, "sees_both_directions", lambda self, rows: False)
         assert differs(run(model, batch())[0], expected)
@@ -219,16 +216,19 @@ def test_results_of_each_layer_and_batches_without_a_mask_run_as_they_are():
     assert find_state(model).unpadding.calls == 0
 
 
-@pytest.mark.parametrize("model_type", ["bert", "modernbert", "mpnet"])
-def test_packed_rows_are_refused(model_type):
+@pytest.mark.parametrize(("model_type", "told"), [
+    *[(name, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}) for name in ("bert", "modernbert", "mpnet")],
+    *[(name, {"cu_seq_lens_q": torch.tensor([0, 3, 8])}) for name in ("bert", "modernbert")],  # MPNet takes none
+], ids=lambda value: value if isinstance(value, str) else next(iter(value)))  # fmt: skip
+def test_packed_rows_are_refused(model_type, told):
     model = patch(small_encoder(model_type, "TokenClassification"), unpad=True)
-    ids = torch.arange(3, 11)[None]
-    offsets, positions = torch.tensor([0, 3, 8]), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    for boundaries in ({"position_ids": positions}, {"cu_seq_lens_q": offsets}):
-        if model_type == "mpnet" and "cu_seq_lens_q" in boundaries:
-            continue  # its forward takes no further arguments
-        with pytest.raises(PackingError, match=r"cannot run packed rows(?s:.*)Pass a padded batch"):
-            model(input_ids=ids, **boundaries)
+    with pytest.raises(PackingError, match=r"cannot run packed rows(?s:.*)Pass a padded batch"):
+        model(input_ids=torch.arange(3, 11)[None], **told)
+
+
+SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+BART = BartConfig(vocab_size=tiny.VOCAB, pad_token_id=0, dropout=0.0, **SIZES)
 
 
 def test_bad_input_is_refused():
@@ -241,21 +241,15 @@ def test_bad_input_is_refused():
         patch(small_encoder("bert", "SequenceClassification"))
     for options in ({}, {"unpad": True}):
         with pytest.raises(UnsupportedModel, match=r"Train an encoder-decoder model padded"):
-            patch(BartForSequenceClassification(bart_config()), **options)
+            patch(BartForSequenceClassification(BART), **options)
     with pytest.raises(UnsupportedModel, match="BertForSequenceClassification gets padded batches only"):
         check(model)
-
-
-def bart_config():
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
-    return BartConfig(vocab_size=tiny.VOCAB, pad_token_id=0, dropout=0.0, **sizes)
 
 
 def test_rows_with_a_text_for_the_decoder_run_as_they_are(caplog):
     """Its pads are others, although both texts may be equally long in the batch."""
     torch.manual_seed(0)
-    model = BartForConditionalGeneration(bart_config())
+    model = BartForConditionalGeneration(BART)
     inputs = {**batch(), "labels": batch()["input_ids"].flip(0)}
     expected = model(**inputs)
     patch(model, unpad=True)
@@ -268,7 +262,7 @@ def test_rows_with_a_text_for_the_decoder_run_as_they_are(caplog):
 
 @pytest.mark.parametrize("head", ["Embeddings", "SequenceClassification"])
 @pytest.mark.parametrize("model_type", ["modernbert", "gte", "mpnet"])
-def test_a_patched_encoder_is_saved_as_it_was_loaded(model_type, head, tmp_path):
+def test_a_patched_encoder_is_saved_as_it_was_loaded_and_copies_stand_on_their_own(model_type, head, tmp_path):
     """A user may also change its config after it was patched."""
     model = small_encoder(model_type, head)
     config, stock, attention = model.config, model.config.to_json_string(), model.config._attn_implementation
@@ -280,20 +274,14 @@ def test_a_patched_encoder_is_saved_as_it_was_loaded(model_type, head, tmp_path)
     model.config.output_hidden_states = True
     assert model(**batch()).hidden_states is not None
     model.config.output_hidden_states = False
-    expected = model(**batch())[0]
+    expected, twin = model(**batch())[0], copy.deepcopy(model)
+    assert torch.equal(twin(**batch())[0], expected)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    unpatch(twin)
+    assert torch.equal(model(**batch())[0], expected)
     model.save_pretrained(tmp_path)
     loaded, tokens = type(model).from_pretrained(tmp_path), batch()["attention_mask"].bool()
     assert "packfa" not in (tmp_path / "config.json").read_text()
     found = loaded(**batch())[0]
     assert_regrouped(*(x[tokens] if x.dim() == 3 else x for x in (found, expected)))
-
-
-def test_copies_are_patched_and_stand_on_their_own():
-    model = patch(small_encoder("bert", "SequenceClassification"), unpad=True)
-    twin = copy.deepcopy(model)
-    expected = model(**batch()).logits
-    assert torch.equal(twin(**batch()).logits, expected)
-    with torch.no_grad():
-        next(twin.parameters()).zero_()
-    unpatch(twin)
-    assert torch.equal(model(**batch()).logits, expected)

@@ -2,7 +2,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import tiny
@@ -37,36 +36,28 @@ def fresh_registry():
     registry._table.cache_clear()
 
 
-def test_unknown_architecture_names_the_nearest_and_what_was_tried():
+def test_what_no_patch_or_backend_serves_is_refused_and_left_as_it_was():
+    """An unknown type: with the nearest and what was tried."""
     model = small_model("cpmant")
     model.config.model_type = "lama"
     expected = r"type 'lama'(.|\n)*nearest: llama(.|\n)*level document: packing is not(.|\n)*register_patch\(\)"
     with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
     assert describe(model) == "not patched"
-
-
-def test_a_model_that_is_none_of_transformers():
     with pytest.raises(UnsupportedModel, match="Linear holds no transformers model"):
         patch(torch.nn.Linear(2, 2))
-
-
-def test_unknown_backend_changes_nothing():
     model = tiny.model()
     with pytest.raises(NoBackend, match="no attention backend 'fa2'"):
         patch(model, backend="fa2")
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_duplicates_raise_and_name_both(fresh_registry):
+def test_a_patch_is_registered_for_this_process_and_duplicates_raise_and_name_both(fresh_registry):
+    register_patch(InterfacePatch(model_types=("new",), backbone="X"))
+    assert "new" in registered_patches()
     theirs = InterfacePatch(model_types=("llama",), backbone="X", origin="other_package")
     with pytest.raises(InvalidConfig, match=r"'llama'(.|\n)*one from trl_packfa(.|\n)*one from other_package"):
         register_patch(theirs)
-
-
-def test_register_for_this_process(fresh_registry):
-    register_patch(InterfacePatch(model_types=("new",), backbone="X"))
-    assert "new" in registered_patches()
 
 
 def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
@@ -82,16 +73,6 @@ def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
             patch(model)
 
 
-def by_torch(model, folder):
-    torch.save(model, folder / "model.pt")
-    return torch.load(folder / "model.pt", weights_only=False)
-
-
-def by_folder(model, folder):
-    model.save_pretrained(folder / "saved")
-    return type(model).from_pretrained(folder / "saved", dtype=model.dtype)
-
-
 def one_type_of_each_patch():
     """One model type for each built-in patch, and for the patch of the models that it does not serve."""
     buildable = {name: p for name, p in registered_patches().items() if name in set(all_types()) - set(NOT_BUILDABLE)}
@@ -101,29 +82,34 @@ def one_type_of_each_patch():
 
 
 @pytest.mark.parametrize("model_type", one_type_of_each_patch())
+@torch.no_grad()
 def test_patched_model_is_copied_pickled_and_saved(model_type, tmp_path):
+    def by_torch(model):
+        torch.save(model, tmp_path / "model.pt")
+        return torch.load(tmp_path / "model.pt", weights_only=False)
+
     model = small_model(model_type)
     apply_patch(model, get_patch(model), PatchOptions(unpad=True))
     packed = tiny.batch(tiny.documents())
     ids = {"input_ids": tiny.documents()[0][None], "use_cache": False}
-    with torch.no_grad():
-        expected, alone = model(**packed).logits, model(**ids).logits
-        for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), partial(by_torch, folder=tmp_path)):
-            twin = copied(model)
-            assert find_state(twin).parts.backbone is not find_state(model).parts.backbone
-            assert torch.equal(twin.eval()(**packed).logits, expected)
-            unpatch(twin)
-            assert torch.equal(twin(**ids).logits, alone) and find_state(model) is not None
-        loaded = by_folder(model, tmp_path).eval()
-        assert find_state(loaded) is None
-        assert torch.equal(loaded(**ids).logits, alone)
+    expected, alone = model(**packed).logits, model(**ids).logits
+    for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch):
+        twin = copied(model)
+        assert find_state(twin).parts.backbone is not find_state(model).parts.backbone
+        assert torch.equal(twin.eval()(**packed).logits, expected)
+        unpatch(twin)
+        assert torch.equal(twin(**ids).logits, alone) and find_state(model) is not None
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(model(**packed).logits, expected), "it has weights of its own"
+    model.save_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved", dtype=model.dtype).eval()
+    assert find_state(loaded) is None
+    assert torch.equal(loaded(**ids).logits, alone)
 
 
 PACKAGE = {
     "pyproject.toml": """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
 [project]
 name = "my-patches"
 version = "1.0"
@@ -133,10 +119,8 @@ my_llama = "my_patches:PATCH"
 py-modules = ["my_patches"]
 """,
     "my_patches.py": """
-from trl_packfa.patches.base import AttentionPatch
-from trl_packfa.patches.llama import rotary_qkv
-PATCH = AttentionPatch(model_types=("my_llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv},
-                       origin="my_patches")
+from trl_packfa.patches.base import InterfacePatch
+PATCH = InterfacePatch(model_types=("my_llama",), backbone="LlamaModel", origin="my_patches")
 """,
 }
 
@@ -152,8 +136,8 @@ def test_a_third_party_package_registers_by_entry_point(tmp_path):
     subprocess.run([*install, "--target", str(site), str(source)], check=True)
     script = "import sys, trl_packfa.patches.registry; sys.path.append(sys.argv[1]); "
     script += "print(trl_packfa.patches.registry.registered_patches()['my_llama'].origin)"
-    run = subprocess.run([sys.executable, "-c", script, str(site)], check=True, capture_output=True, text=True)
-    assert run.stdout.strip() == "my_patches"
+    found = subprocess.check_output([sys.executable, "-c", script, str(site)], text=True)
+    assert found.strip() == "my_patches"
 
 
 def test_describe_tells_level_windows_and_backend():
@@ -175,12 +159,9 @@ def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
 
 
 @pytest.mark.parametrize("model_types", [(), "llama"])
-def test_a_patch_for_no_type_is_refused(model_types):
+def test_a_patch_for_no_type_or_that_names_a_class_twice_is_refused(model_types):
     with pytest.raises(InvalidConfig, match=r"InterfacePatch with model_types=.* serves nothing"):
         InterfacePatch(model_types=model_types)
-
-
-def test_a_patch_that_names_a_class_twice_is_refused():
     with pytest.raises(InvalidConfig, match="names M twice"):
         ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("M",))
     ModulePatch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)

@@ -77,6 +77,7 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
 
 
 def test_learned_positions_go_on_from_the_prefix():
+    """Of rows padded on the right: on the left, gpt2 and BART count from the pads on."""
     assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
     made = shared(small_model("bart"))
     assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)
@@ -138,16 +139,6 @@ def test_a_classifier_pools_the_last_token_of_each_row():
         assert counted(made).shared == SHARED
 
 
-def test_rows_without_pads_share_and_rows_that_are_the_same_are_one():
-    made = tiny.model()
-    ids = torch.stack(tiny.documents((30, 30)))[:, :]
-    ids[1, :25] = ids[0, :25]
-    for batch, shared in ((ids, 25), (ids[:1].repeat(3, 1), 60)):
-        call = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
-        assert compare(made, call).shared == shared
-        unpatch(made)
-
-
 # What a call may hold by which rows differ where their ids do not, or that goes on from elsewhere.
 APART = {
     "positions": lambda batch: {"position_ids": torch.arange(50, 50 + batch.shape[1]).expand(batch.shape)},
@@ -186,6 +177,16 @@ def test_a_rate_that_a_forward_reads_from_its_config_is_seen():
     assert sharing._draws() is not None and Sharing(module.eval(), None)._draws() is None
 
 
+def test_rows_without_pads_share_and_rows_that_are_the_same_are_one():
+    made = tiny.model()
+    ids = torch.stack(tiny.documents((30, 30)))
+    ids[1, :25] = ids[0, :25]
+    for batch, shared in ((ids, 25), (ids[:1].repeat(3, 1), 60)):
+        call = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        assert compare(made, call).shared == shared
+        unpatch(made)
+
+
 def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     made, batch = shared(tiny.model(attention_dropout=0.5)), padded(documents())
     made.eval()(**batch)
@@ -195,7 +196,18 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     assert counted(made).shared == SHARED
     told = [r.message for r in caplog.records if "draws its own random numbers" in r.message]
     assert len(told) == 1 and "LlamaModel share no prefixes while LlamaAttention.attention_dropout" in told[0]
-    adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    noisy = shared(tiny.model()).train()
+    noisy.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
+    noisy(**batch)
+    assert counted(noisy).shared == 0
+    del noisy.get_input_embeddings().neftune_noise_alpha
+    noisy(**batch)
+    assert counted(noisy).shared == SHARED
+
+
+def test_nothing_is_shared_while_an_adapter_drops():
+    batch, config = padded(documents()), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
+    adapted = get_peft_model(tiny.model(), config)
     shared(adapted).train()(**batch)
     assert counted(adapted).shared == 0
     for module in adapted.modules():
@@ -204,7 +216,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     adapted(**batch)
     assert counted(adapted).shared == SHARED
     # Another adapter takes the place of the first: there are as many modules as before.
-    adapted.add_adapter("other", LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    adapted.add_adapter("other", config)
     adapted.delete_adapter("default")
     adapted.set_adapter("other")
     adapted.train()(**batch)
@@ -221,16 +233,6 @@ def test_a_layout_that_serves_two_batches_shares_the_prefixes_of_each():
         for own, found in zip(tokens, packed, strict=True):
             assert_float32(found, made(input_ids=own[None], use_cache=False).logits[0].detach().double())
     assert counted(made).shared == 2 * 20
-
-
-def test_noise_on_embeddings_is_each_rows_own():
-    made, batch = shared(tiny.model()).train(), padded(documents())
-    made.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
-    made(**batch)
-    assert counted(made).shared == 0
-    del made.get_input_embeddings().neftune_noise_alpha
-    made(**batch)
-    assert counted(made).shared == SHARED
 
 
 def test_activated_lora_and_missing_unpad_are_refused():
@@ -255,17 +257,18 @@ def test_ids_are_compared_once_for_all_models(monkeypatch):
     assert len(compared) == 1
 
 
-def test_under_torch_compile():
-    made = shared(tiny.model(layers=2))
+@pytest.mark.parametrize("share", [False, True])
+def test_under_torch_compile(share):
+    made = patch(tiny.model(layers=2), unpad=True, share_prefixes=share)
     compiled = torch.compile(made, backend="aot_eager")
     for batch in (padded(documents(), "left"), padded(documents()[:4]), padded(documents()[2:])):
         real = batch["attention_mask"].bool()
         logits, grads = run(compiled, batch)
         expected, expected_grads = run(made, batch)
         assert_float32(logits[real], expected[real].double())
-        for (_, ours), theirs in zip(grads.items(), expected_grads.values(), strict=True):
+        for ours, theirs in zip(grads.values(), expected_grads.values(), strict=True):
             assert_recomputed(ours, theirs.double())
-    assert counted(made).shared
+    assert bool(counted(made).shared) == share
 
 
 @pytest.mark.parametrize("backend", ["varlen", *exhaustive("flash")])

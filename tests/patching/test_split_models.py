@@ -63,18 +63,16 @@ def run(model):
         return model.base_model(input_ids=ids, packed_layout=layout)[0]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "smollm3", "gptj", "mpt", "doge", "jamba"])
+BY_DOCUMENT = ("mamba", "openai-gpt")  # which attend by no backend, or each document alone
+
+
+@pytest.mark.parametrize("model_type", ["llama", "smollm3", "gptj", "mpt", "doge", "jamba", *BY_DOCUMENT])
 def test_split_model_gives_each_layer_a_layout_on_its_device(devices, model_type):
-    model = split(trl_packfa.patch(small_model(model_type).eval(), backend="sdpa"))
-    states = run(model)
-    assert states.device.type == "meta"
-    assert set(devices) == {("cpu", "cpu"), ("meta", "meta")}
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "openai-gpt"])
-def test_split_model_by_document_puts_outputs_together_on_their_device(devices, model_type):
-    states = run(split(trl_packfa.patch(small_model(model_type).eval())))
+    options = {} if model_type in BY_DOCUMENT else {"backend": "sdpa"}
+    states = run(split(trl_packfa.patch(small_model(model_type).eval(), **options)))
     assert states.device.type == "meta" and states.shape[:2] == (1, sum(LENGTHS))
+    if model_type not in BY_DOCUMENT:
+        assert set(devices) == {("cpu", "cpu"), ("meta", "meta")}
 
 
 def test_split_model_runs_padded_rows_without_pads(devices):

@@ -10,7 +10,7 @@ from calls import watched
 from tiny_models import small_model
 from tolerance import assert_float32, assert_regrouped
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from trl_packfa import PackedLayout, candidates, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
@@ -24,19 +24,10 @@ from trl_packfa.patching.mixers import MixerOverride
 LENGTHS = (13, 1, 29, 7)
 
 
-class UnknownConfig(LlamaConfig):
-    model_type = "never_heard_of"
-
-
 def unknown_model():
     """A model of a type without a patch, by class and code a Llama."""
-    values = {name: getattr(tiny.model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    config = UnknownConfig(**values, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+    model = tiny.model()
+    model.config.model_type = "never_heard_of"
     return model
 
 
@@ -64,24 +55,17 @@ def mixing(mixer, model):
     return model
 
 
-def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
-    model = patch(unknown_model())
-    assert "level: interface" in describe(model)
-    assert "'never_heard_of' has no patch. The check found level interface exact." in caplog.text
-    assert check(model).is_exact
-
-
-def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
-    model = mixing(Smear, unknown_model())
-    assert "level: document" in describe(patch(model))
+@pytest.mark.parametrize(("mixer", "level"), [(None, "interface"), (Smear, "document")], ids=["attention", "smear"])
+def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(mixer, level, caplog):
+    model = unknown_model() if mixer is None else mixing(mixer, unknown_model())
+    assert f"level: {level}" in describe(patch(model))
+    assert f"'never_heard_of' has no patch. The check found level {level} exact." in caplog.text
     assert check(model).is_exact
 
 
 def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
-    model = mixing(Blur, unknown_model())
-    with pytest.raises(
-        UnsupportedModel, match=r"level interface: (.|\n)*level document: packing is not exact"
-    ) as refusal:
+    model, tried = mixing(Blur, unknown_model()), r"level interface: (.|\n)*level document: packing is not exact"
+    with pytest.raises(UnsupportedModel, match=tried) as refusal:
         patch(model)
     assert len(str(refusal.value)) < 1000, "without the names of all types"
     assert describe(model) == "not patched"
@@ -90,11 +74,11 @@ def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried
 
 def test_a_users_patch_that_does_not_fit_says_what_is_read(monkeypatch):
     """Its functions may raise anything when the check runs them."""
-    config = unknown_model().config.model_type
+    model = unknown_model()
+    config = model.config.model_type
     qkv = {"LlamaAttention": lambda module, hidden_states, *_: module.no_such_layer(hidden_states)}
     own = AttentionPatch(model_types=(config,), backbone="LlamaModel", attention=qkv, origin="my_package")
     monkeypatch.setitem(registry._table(), config, own)
-    model = unknown_model()
     with pytest.raises(UnsupportedModel, match=r"registered for 'never_heard_of' (.|\n)*no_such_layer(.|\n)*scaling"):
         patch(model)
     assert describe(model) == "not patched"
@@ -134,10 +118,8 @@ def test_code_of_every_measured_version_is_trusted_with_its_own_masks(masks_of):
     """Nobody waits for a check because a later version was measured."""
     sources = {name: result["sources"] for name, result in results().items()}
     interfaces = measured.read_committed(measured.RESULTS)["interfaces"]
-    assert {"5.23.0", "5.24.0"} <= interfaces.keys() == set(measured_transformers()) and len(
-        set(interfaces.values())
-    ) > 1
-    assert len(set(sources["mixtral"].values())) > 1
+    assert {"5.23.0", "5.24.0"} <= interfaces.keys() == set(measured_transformers())
+    assert all(len(set(found.values())) > 1 for found in (interfaces, sources["mixtral"]))
     for version, interface in interfaces.items():
         masks_of(interface)
         assert known_sources()["mixtral"] == {sources["mixtral"][version]}
@@ -158,15 +140,16 @@ def test_fingerprint_of_what_all_types_rely_on_sees_a_change(tmp_path, changed):
     for name in (*measured._RELIED_ON, "modeling_utils.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((installed / name).read_bytes())
-    path = tmp_path / "modeling_utils.py"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("def from_pretrained", "def from_trained"), encoding="utf-8"
-    )
+
+    def replace(name, old, new):
+        path = tmp_path / name
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+
+    replace("modeling_utils.py", "def from_pretrained", "def from_trained")
     known = measured.interface_fingerprint()
     assert measured.interface_fingerprint(tmp_path) == known, "loading is none of it"
     measured.interface_fingerprint.cache_clear()
-    path = tmp_path / changed
-    path.write_text(path.read_text(encoding="utf-8").replace("attention", "attending"), encoding="utf-8")
+    replace(changed, "attention", "attending")
     assert measured.interface_fingerprint(tmp_path) != known
 
 
@@ -181,30 +164,25 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
     assert describe(model) == "not patched"
 
 
-def test_known_code_is_not_checked_again(monkeypatch):
-    monkeypatch.setattr(candidates, "check", lambda model: pytest.fail("checked"))
-    patch(tiny.model())
-
-
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
     checked = watched(monkeypatch, candidates, "check")
     monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
-    assert "level: attention" in describe(patch(tiny.model()))
-    assert len(checked) == 1
-
-
-def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    assert "level: attention" in describe(patch(tiny.model())) and len(checked) == 1
     with torch.device("meta"):
-        model = LlamaForCausalLM(tiny.model().config)
+        without_weights = LlamaForCausalLM(tiny.model().config)
     with pytest.raises(ContaminationError, match="its weights are on the meta device"):
-        patch(model)
+        patch(without_weights)
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "prophetnet", "reformer"])
 def test_a_type_that_no_level_serves_is_refused_with_the_reason(model_type):
     with pytest.raises(UnsupportedModel, match="not causal under padding"):
         patch(small_model(model_type))
+
+
+def test_every_registered_type_was_found_exact_with_the_level_it_has():
+    served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
+    assert served == {name: patch.level for name, patch in registered_patches().items() if name in results()}
 
 
 def batch_of(docs):
@@ -222,11 +200,14 @@ def test_pad_tokens_that_come_as_documents_of_one_token_change_nothing():
 def test_a_hybrid_of_attention_alone_needs_no_mixer():
     """granitemoehybrid without Mamba layers leaks under TRL's keys on any kernel: its mask has no position_ids."""
     model, docs = small_model("granitemoehybrid", layer_types=["full_attention"] * 4), tiny.documents(LENGTHS)
+
+    def third():
+        return tiny.split(model(**batch_of(docs)).logits, LENGTHS)[2]
+
     alone = model(input_ids=docs[2][None]).logits[0]
-    leaking = PackedLayout.from_lengths(LENGTHS).split(model(**batch_of(docs)).logits)[2]
-    assert (leaking - alone).abs().max() > 0.1 * alone.std()
+    assert (third() - alone).abs().max() > 0.1 * alone.std()
     assert check(patch(model)).is_exact
-    assert_float32(PackedLayout.from_lengths(LENGTHS).split(model(**batch_of(docs)).logits)[2], alone.double())
+    assert_float32(third(), alone.double())
 
 
 @pytest.mark.parametrize(
@@ -243,14 +224,8 @@ def test_the_models_own_attention_implementation_does_not_matter(model_type, imp
     assert torch.equal(patch(model)(**batch_of(docs)).logits, expected)
 
 
-def test_every_registered_type_was_found_exact_with_the_level_it_has():
-    served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
-    patches = {name: patch for name, patch in registered_patches().items() if name in results()}
-    assert served == {name: patch.level for name, patch in patches.items()}
-
-
 class Decay(nn.Module):
-    """A mixer with a kernel that honours `seq_idx`, or ignores it, or has none."""
+    """A mixer with a kernel that honours `seq_idx`, or ignores it, or has none (`None`)."""
 
     honours = True
 
@@ -268,27 +243,19 @@ class Decay(nn.Module):
         return torch.stack(out, dim=1)
 
 
-class Forgetful(Decay):
-    honours = False
-
-
-class Guarded(Decay):
-    honours = None
-
-
-@pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
-def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
+@pytest.mark.parametrize("honours", [True, False, None])
+def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(honours):
     torch.manual_seed(0)
+    mixer = type("Mixer", (Decay,), {"honours": honours, "used": False})
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
     x = torch.randn(1, 15, 4)
     exact = torch.cat([module(document[None])[0] for document in layout.split(x)])[None]
     module.forward = MixerOverride(module, ModulePatch(model_types=("decay",), mixers=("Decay",)), known)
-    mixer.used = False
     for _ in range(2):
         with packed_call(layout):
             assert_float32(module(x), exact)
-    assert known == {(mixer, True): ("cu_seq_lens_q", "seq_idx") if native else ()}
-    assert mixer.used is native
+    assert known == {(mixer, True): ("cu_seq_lens_q", "seq_idx") if honours else ()}
+    assert mixer.used is bool(honours)
 
 
 @pytest.mark.parametrize("honours", [True, False])

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from trl_packfa import describe, patch, patched, unpatch
-from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.state import find_state
@@ -126,13 +126,6 @@ def test_sequence_classification_pools_what_it_pooled(pad_is_eos):
         assert_float32(scores, expected.double())
 
 
-def test_a_classifier_without_a_pad_token_is_told():
-    config = small_model("llama").config
-    config.pad_token_id = None
-    with pytest.raises(UnsupportedModel, match="LlamaForSequenceClassification has no pad_token_id"):
-        patch(AutoModelForSequenceClassification.from_config(config), unpad=True)
-
-
 def test_token_classification_and_value_heads():
     config = small_model("qwen3", num_labels=3).config
     model, batch = AutoModelForTokenClassification.from_config(config).eval(), padded(tiny.documents(), "both")
@@ -176,16 +169,24 @@ def test_labels_at_pads_are_refused():
     patch(unpatch(model), unpad=True)(**batch, labels=labels, use_cache=False).loss.backward()
 
 
-def test_calls_with_a_cache_and_generation_are_left_alone():
-    model, batch = tiny.model(), padded(tiny.documents(), "left")
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(**batch, **options)
+def test_decoding_by_hand_goes_on_from_its_prompt():
+    """A call without gradients whose config asks for a cache is its beginning, whoever does not pass use_cache."""
+    model, batch = tiny.model(), padded(tiny.documents(), "left", extra=0)
     asked = model(**batch, use_cache=True).logits
-    patch(model, unpad=True)
-    before = counted(model).calls
-    assert torch.equal(model.generate(**batch, **options), expected)
-    assert torch.equal(model(**batch, use_cache=True).logits, asked)
-    assert counted(model).calls == before
+    with torch.no_grad():
+        expected = decoded(model, batch)
+        patch(model, unpad=True)
+        before = counted(model).calls
+        assert torch.equal(decoded(model, batch), expected)
+        assert torch.equal(model(**batch, use_cache=True).logits, asked) and counted(model).calls == before
+        model(**batch, use_cache=False)
+        assert counted(model).calls == before + 1
+    with pytest.raises(InvalidLayout, match=r"attention_mask of 30 columns came with 1 tokens and no cache"):
+        decoded(model, batch)  # with gradients a call without pads returns none
+    model.config.use_cache = False
+    with torch.no_grad():
+        model(**batch)
+    assert counted(model).calls == before + 3
 
 
 def decoded(model, batch, steps=4):
@@ -199,27 +200,8 @@ def decoded(model, batch, steps=4):
     return torch.cat(made, dim=1)
 
 
-def test_decoding_by_hand_goes_on_from_its_prompt():
-    """A call without gradients whose config asks for a cache is its beginning, whoever does not pass use_cache."""
-    model, batch = tiny.model(), padded(tiny.documents(), "left", extra=0)
-    with torch.no_grad():
-        expected = decoded(model, batch)
-        patch(model, unpad=True)
-        before = counted(model).calls
-        assert torch.equal(decoded(model, batch), expected) and counted(model).calls == before
-        model(**batch, use_cache=False)
-        assert counted(model).calls == before + 1
-    with pytest.raises(InvalidLayout, match=r"attention_mask of 30 columns came with 1 tokens and no cache"):
-        decoded(model, batch)  # with gradients a call without pads returns none
-    model.config.use_cache = False
-    with torch.no_grad():
-        model(**batch)
-    assert counted(model).calls == before + 3
-
-
-def test_batches_without_pads_run_the_unpatched_code():
-    model = tiny.model()
-    ids = torch.stack(tiny.documents((12, 12)))
+def test_batches_without_pads_run_the_unpatched_code_and_packed_rows_are_those_of_a_plain_patch():
+    model, ids = tiny.model(), torch.stack(tiny.documents((12, 12)))
     calls = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
     expected = [model(**call).logits for call in calls]
     patch(model, unpad=True)
@@ -244,16 +226,28 @@ def compare_copies(batch, **options):
     return [counted(other) for other in copies]
 
 
-def test_under_torch_compile():
-    model, batch = tiny.model(layers=2), padded(tiny.documents(), "left")
-    expected = patch(model, unpad=True)(**batch).logits
-    compiled = torch.compile(model, backend="aot_eager")
-    assert_float32(compiled(**batch).logits.detach(), expected.detach().double())
-    shorter = padded(tiny.documents()[:3])
-    assert_float32(compiled(**shorter).logits.detach(), model(**shorter).logits.detach().double())
+def classifier_without_pad_token():
+    config = small_model("llama").config
+    config.pad_token_id = None
+    return AutoModelForSequenceClassification.from_config(config)
 
 
-def test_what_cannot_be_answered_is_refused():
+def with_prompt(kind):
+    return get_peft_model(tiny.model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+@pytest.mark.parametrize(("build", "said"), [
+    (classifier_without_pad_token, "LlamaForSequenceClassification has no pad_token_id"),
+    (lambda: small_model("rwkv"), "RwkvForCausalLM passes its backbone no attention_mask"),
+    (lambda: with_prompt(PrefixTuningConfig), "PEFT's prefix_tuning"),
+    (lambda: with_prompt(PromptTuningConfig), "PEFT's prompt_tuning"),
+], ids=["no pad token", "no mask", "prefix", "prompt"])  # fmt: skip
+def test_models_that_cannot_run_without_pads_are_refused(build, said):
+    with pytest.raises(PackingError, match=said):
+        patch(build(), unpad=True)
+
+
+def test_calls_that_cannot_be_answered_are_refused():
     model = patch(tiny.model(), unpad=True)
     batch = padded(tiny.documents())
     with pytest.raises(PackingError, match="attention weights cannot be returned"):
@@ -264,18 +258,6 @@ def test_what_cannot_be_answered_is_refused():
         model(**hole)
     with pytest.raises(PackingError, match="a batch without its pads cannot hold pixel_values"):
         model(**batch, pixel_values=torch.zeros(1, 3, 4, 4))
-
-
-@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
-def test_prompt_learning_is_refused(kind):
-    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(PackingError):
-        patch(get_peft_model(tiny.model(), config), unpad=True)
-
-
-def test_a_backbone_that_is_handed_no_mask_is_refused():
-    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM passes its backbone no attention_mask"):
-        patch(small_model("rwkv"), unpad=True)
 
 
 def test_training_calls_that_ask_for_a_cache_are_told(caplog):
