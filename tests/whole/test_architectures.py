@@ -6,7 +6,8 @@ import pickle
 import pytest
 import tiny
 import torch
-from selection import exhaustive
+from committed import kind_of
+from selection import exhaustive, one_of_each
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_gradients, assert_low_precision, differs
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -21,6 +22,8 @@ from trl_packfa.versions import installed_version
 
 TRANSFORMERS = installed_version("transformers")
 SERVED = [name for name in all_types() if name in registered_patches() and name not in NOT_BUILDABLE]
+# What runs of ours: the type's patch, and what it does to the model.
+KINDS = {name: (id(registered_patches()[name]), kind_of(results()[name])) for name in SERVED}
 LENGTHS = (13, 1, 29, 7)
 
 
@@ -63,7 +66,7 @@ SHARED_KEYS = ("gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma
 
 
 @pytest.mark.parametrize("reentrant", [True, *exhaustive(False)], ids=["reentrant", "saved"])
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", one_of_each(SERVED, KINDS, slow=SHARED_KEYS))
 def test_gradient_checkpointing_changes_nothing(model_type, reentrant):
     """A backward pass runs layers again from their arguments; reentrant ones strip tensors of their attributes."""
 

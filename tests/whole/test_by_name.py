@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from committed import kind_of
 from datasets import Dataset
 from oracle import alone
+from selection import one_of_each
 from tiny import LENGTHS, documents, split, tokenizer, words
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import ILL_CONDITIONED, assert_another_run, assert_rounding, assert_trajectory, differs
@@ -18,6 +20,7 @@ import trl_packfa
 import trl_packfa.register
 from trl_packfa import PackedLayout
 from trl_packfa.errors import PackingError, UnsupportedModel
+from trl_packfa.patches.measured import results
 from trl_packfa.patching.by_name import named_options
 
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
@@ -48,8 +51,12 @@ def is_served(model):
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+# What a type has in common with others: the level that it needs, and why it is refused.
+KINDS = {name: (kind_of(results()[name]), name in OWN_TABLE, name in UNSEEN, name in DROPS_POSITIONS)
+         for name in TYPES}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", one_of_each(TYPES, KINDS))
 def test_every_type_is_exact_or_refused(model_type):
     eager = small_model(model_type, attn_implementation="eager")
     if not is_served(eager):
