@@ -11,10 +11,9 @@ import pytest
 import torch
 from datasets import IterableDataset
 from selection import IN_FULL, exhaustive
-from training import arguments, dataset, logs_of, losses, packed_trainer, rows, trained
+from training import arguments, dataset, logs_of, packed_trainer, rows
 from transformers import TrainerCallback
 
-from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.saving.checkpoint_files import last_whole_checkpoint
 
 STEPS, SAVE = 8, 2
@@ -100,47 +99,23 @@ def same(ours, theirs):
     assert logged[0] == logged[1]
 
 
+# Where a run is killed. What it reads is all that differs with streams, loader workers and other strategies.
+DRAWN = random.Random("step")
+EVERY_PHASE = [(DRAWN.randrange(1, STEPS - SAVE), phase) for phase in PHASES * (3 if IN_FULL else 1)]
+ONE = [(5, "forward")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["step", *exhaustive("bfd")])
-def test_a_run_killed_in_each_phase_resumes_to_the_same_bits(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "points", "options"), [
+    ("step", EVERY_PHASE, {}), ("bfd", ONE, {"stream": True}), ("wrapped", ONE, {"stream": True, "workers": 2}),
+    *exhaustive(("bfd", EVERY_PHASE, {}), ("wrapped", ONE, {}), ("minibatch", ONE, {}), ("step", ONE, {"workers": 2}),
+                ("step", ONE, {"stream": True}), ("minibatch", ONE, {"stream": True}), ("bfd", ONE, {"workers": 2})),
+])  # fmt: skip
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, strategy, points, options):
     whole = tmp_path / "whole.json"
-    assert finish(tmp_path / "whole", strategy, whole) == 0
-    draw = random.Random(strategy)
-    for i in range(10 if IN_FULL else len(PHASES)):
-        out, result = tmp_path / str(i), tmp_path / f"{i}.json"
-        step, phase = draw.randrange(1, STEPS - SAVE), PHASES[i % len(PHASES)]
-        killed(out, strategy, step, phase)
-        assert finish(out, strategy, result) == 0, (step, phase)
-        same(result, whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("wrapped", {}), ("step", {"stream": True}), ("bfd", {"stream": True}), ("step", {"workers": 2}),
-     ("wrapped", {"stream": True, "workers": 2}),
-     *exhaustive(("minibatch", {}), ("minibatch", {"stream": True}), ("bfd", {"workers": 2}))],
-    ids=lambda value: str(value),
-)  # fmt: skip
-def test_resumed_elsewhere_too(tmp_path, strategy, options):
-    """Streams, loader workers, the other strategies."""
-    whole, result = tmp_path / "whole.json", tmp_path / "again.json"
     assert finish(tmp_path / "whole", strategy, whole, **options) == 0
-    killed(tmp_path / "again", strategy, 5, "forward", **options)
-    assert finish(tmp_path / "again", strategy, result, **options) == 0
-    same(result, whole)
-
-
-def test_a_checkpoint_without_its_report_is_passed_over(tmp_path, caplog):
-    trainer = trained(trainer_of(tmp_path, "step"))
-    newest = tmp_path / f"checkpoint-{STEPS}"
-    (newest / "packing_report.json").unlink()
-    again = trained(trainer_of(tmp_path, "step"), resume_from_checkpoint=True)
-    assert f"{newest} is incomplete" in caplog.text
-    assert losses(again)[-1] == losses(trainer)[-1]
-
-
-def test_only_half_written_checkpoints_are_named(tmp_path):
-    (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(InvalidConfig, match=r"no whole checkpoint(.|\n)*checkpoint-4 has no packing_report\.json"):
-        trainer_of(tmp_path, "step").train(resume_from_checkpoint=True)
+    for number, (step, phase) in enumerate(points):
+        out, result = tmp_path / str(number), tmp_path / f"{number}.json"
+        killed(out, strategy, step, phase, **options)
+        assert finish(out, strategy, result, **options) == 0, (step, phase)
+        same(result, whole)
