@@ -33,20 +33,13 @@ class Recorder(TrainerCallback):
     def record(self, place):
         self.seen.append((place, states()))
 
-    def on_train_begin(self, args, state, *_, **kwargs):
-        self.record("train begins")
 
-    def on_epoch_begin(self, args, state, *_, **kwargs):
-        self.record(f"epoch {state.epoch}")
+for event in ("train_begin", "epoch_begin", "step_end", "log", "evaluate"):
 
-    def on_step_end(self, args, state, *_, **kwargs):
-        self.record(f"step {state.global_step}")
+    def note(self, args, state, *_, event=event, **kwargs):
+        self.record(f"{event} {state.global_step}")
 
-    def on_log(self, args, state, *_, **kwargs):
-        self.record(f"log {state.global_step}")
-
-    def on_evaluate(self, args, state, *_, **kwargs):
-        self.record(f"evaluation {state.global_step}")
+    setattr(Recorder, f"on_{event}", note)
 
 
 def recorded(make):
@@ -93,7 +86,7 @@ def test_negative_control_a_draw_shows(tmp_path):
 
     theirs, _ = recorded(lambda: packed(tmp_path))
     ours, _ = recorded(make)
-    assert next(place for (place, a), (_, b) in zip(ours, theirs, strict=True) if a != b) == "step 1"
+    assert next(place for (place, a), (_, b) in zip(ours, theirs, strict=True) if a != b) == "step_end 1"
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
@@ -102,7 +95,7 @@ def test_rows_draw_what_a_padded_run_of_as_many_epochs_does(tmp_path, strategy):
     options = {"max_steps": 4, "num_train_epochs": 1, "eval_strategy": "no", "packing_strategy": strategy}
     ours, _ = recorded(lambda: packed(tmp_path, **options))
     places = dict(ours)
-    assert places["step 1"] == places["step 2"] == places["log 2"]
+    assert places["step_end 1"] == places["step_end 2"] == places["log 2"]
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba", "mixtral", "roformer"])
