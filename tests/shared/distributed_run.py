@@ -220,7 +220,6 @@ def run(
     return {
         "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logs],
-        "accuracy": [entry.get("mean_token_accuracy") for entry in logs],
         "flos": trainer.state.total_flos,
         "sharded_row": report["shared row"].difference if report and "shared row" in report else None,
         "tokens": [entry["num_tokens"] for entry in logs],
