@@ -19,9 +19,9 @@ from tolerance import (
 )
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from trl_packfa import PackedLayout, check, describe, patch, unpatch
+from trl_packfa import PackedLayout, describe, patch, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
-from trl_packfa.patches.base import DocumentPatch, InterfacePatch
+from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.patches.measured import fingerprint, results
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch
@@ -39,13 +39,13 @@ def test_packed_is_exact_and_the_rest_untouched(model_type):
     model = small_model(model_type)
     docs = tiny.documents(LENGTHS)
     plain = {"input_ids": torch.cat(docs)[None], "use_cache": False}
-    before, alone = model(**plain).logits, torch.cat(documents_alone(docs)(model))
+    before, alone = model(**plain).logits, torch.cat(documents_alone(docs)(model)).detach()
     committed = results()[model_type]
     assert committed["verdict"] == "exact" and fingerprint(model) == committed["sources"].get(TRANSFORMERS)
     patch(model)
     assert torch.equal(model(**plain).logits, before), "without boundaries, the unpatched model"
     packed = assert_same_however_the_boundaries_come(model, docs)
-    assert_rounding(float((packed[0] - alone).abs().max() / alone.std()), allowed=ILL_CONDITIONED)
+    assert_rounding(float((packed[0].detach() - alone).abs().max() / alone.std()), allowed=ILL_CONDITIONED)
     assert differs(before, packed), "without boundaries, documents see each other"
     unpatch(model)
     assert torch.equal(model(**plain).logits, before)
@@ -161,16 +161,6 @@ def gradients(model, docs, forward):
     return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", *exhaustive("olmoe", "gpt_oss")])
-def test_rerouted_tokens_are_not_taken_for_contamination(model_type):
-    """In bf16, rounding alone sends single tokens to other experts: the check must pass, and still see a leak."""
-    model = patch(small_model(model_type).bfloat16())
-    assert check(model).verdict == "exact"
-    override = vars(model.base_model)["forward"]
-    model.base_model.forward = lambda *args, **kwargs: override(input_ids=kwargs["input_ids"])
-    assert check(model).verdict == "leak"
-
-
 def test_a_window_that_only_the_mask_knows_is_refused():
     """phimoe's attention is not told its window: without a mask it would see the whole document."""
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -215,18 +205,3 @@ def test_generation_and_its_cache_are_untouched(model_type):
     model, ids = small_model(model_type), torch.randint(3, 97, (2, 6))
     before = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(patch(model).generate(ids, max_new_tokens=4, do_sample=False), before)
-
-
-def test_what_is_not_causal_under_padding_is_not_called_exact():
-    """cpmant puts prompt tokens before the row: padding changes it, which is no rounding noise."""
-    model = small_model("cpmant")
-    apply_patch(model, DocumentPatch(model_types=("cpmant",)))
-    assert check(model).verdict == "differs"
-
-
-def test_a_stateful_mixer_beside_the_attention_fails_the_check():
-    """The interface reaches attention only; what else mixes tokens is caught by the check, not trained."""
-    model = small_model("minimax")
-    apply_patch(model, InterfacePatch(model_types=("minimax",)))
-    report = check(model)
-    assert report.verdict == "leak" and report["isolation"].where
