@@ -94,10 +94,11 @@ def test_negative_control_the_loss_of_what_runs_together_is_another(tmp_path, mo
 def test_lora_trains_experts_as_padded(tmp_path):
     """TRL's loss of a PEFT model, gradient checkpointing, bfloat16 autocast against its padded self."""
     options = {**PLAIN, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "router_aux_loss_coef": 1.0}
+    ours = arguments(out=tmp_path, check_packing=False, **options)
     common = {"train_dataset": dataset(), "processing_class": tiny.tokenizer()}
     padded = SFTTrainer(small_model("qwen3_moe", num_hidden_layers=2), arguments(SFTConfig, tmp_path, **options),
                         peft_config=lora_config(), **common)  # fmt: skip
-    packed = packed_trainer(arguments(out=tmp_path, **options), model=small_model("qwen3_moe", num_hidden_layers=2))
+    packed = packed_trainer(ours, model=small_model("qwen3_moe", num_hidden_layers=2))
     padded.train(), packed.train()
     assert_trajectory(losses(packed), losses(padded))
     assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
@@ -189,6 +190,7 @@ def test_routers_that_choose_otherwise_are_refused_at_construction(tmp_path):
 
 def test_a_model_without_experts_has_no_auxiliary_loss(tmp_path):
     """Doge's config has a coefficient whether there are experts or not; TRL stops at the first step."""
-    trainer = packed_trainer(arguments(out=tmp_path, max_steps=1), model=small_model("doge", num_hidden_layers=2))
+    args = arguments(out=tmp_path, max_steps=1, check_packing=False)
+    trainer = packed_trainer(args, model=small_model("doge", num_hidden_layers=2))
     trainer.train()
-    assert not trainer.aux_loss_enabled and trainer.check_report.is_exact
+    assert not trainer.aux_loss_enabled and len(losses(trainer)) == 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from selection import in_turn
+from selection import exhaustive, in_turn
 from tiny_models import small_model
 from training import arguments, dataset, losses, packed_trainer, padded_trainer, trained
 from transformers import TrainerCallback, set_seed
@@ -98,9 +98,9 @@ def test_rows_draw_what_a_padded_run_of_as_many_epochs_does(tmp_path, strategy):
     assert places["step_end 1"] == places["step_end 2"] == places["log 2"]
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", "mixtral", "roformer"])
+@pytest.mark.parametrize("name", ["llama", "roformer", *exhaustive("mamba", "mixtral")])
 def test_patch_and_check_leave_the_generators_alone(name):
-    """Levels attention, module, interface and document."""
+    """Levels attention and document; in full module and interface."""
     model = small_model(name, num_hidden_layers=1)
     set_seed(7)
     before = states()
@@ -114,7 +114,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path, strategy, bf16):
     def trainer_of(steps):
         args = arguments(out=tmp_path, max_steps=steps, save_strategy="steps", save_steps=2, logging_steps=1,
                          packing_strategy=strategy, max_length=96, gradient_accumulation_steps=2, bf16=bf16,
-                         lr_scheduler_type="constant")  # fmt: skip
+                         lr_scheduler_type="constant", check_packing=False)  # fmt: skip
         lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
         return packed_trainer(args, peft_config=lora)
 
