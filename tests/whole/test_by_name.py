@@ -1,4 +1,5 @@
-"""`attn_implementation="packfa"` on every type, in TRL's own trainer over 20 steps, and on several processes."""
+"""`attn_implementation="packfa"` on every type (one of each kind in `make test-all`), in TRL's own trainer over 20
+steps, and on several processes."""
 
 import json
 import subprocess
