@@ -106,6 +106,12 @@ def test_training_arguments_mean_the_same(tmp_path, args):
     assert_trajectory(losses(ours), losses(theirs))
 
 
+def test_a_model_with_noisy_embeddings_is_found_exact_and_trains(tmp_path):
+    """The noise itself is compared by `tests/trainers/test_losses.py`."""
+    trainer = trained(build(PackedSFTTrainer, tmp_path, args={"neftune_noise_alpha": 5.0}))
+    assert trainer.check_report.is_exact and len(losses(trainer)) == 3
+
+
 @pytest.mark.parametrize(("kind", "streaming"), [
     ("one", True), ("dict", False), ("DatasetDict", True),
     *exhaustive(("one", False), ("dict", True), ("DatasetDict", False)),
