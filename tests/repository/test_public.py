@@ -28,19 +28,10 @@ SIGNATURES = {
     "unpatch": "model",
 }
 FIELDS = {
-    "check_packing": True,
-    "recheck": False,
-    "fused_kernels": True,
-    "peak_tflops": None,
-    "loss_by": None,
-    "sequence_parallel": 1,
-    "expand_turns": False,
-    "share_prefixes": False,
-    "loss_weighting": "token",
-    "max_tokens_per_microbatch": None,
-    "overflow": "truncate",
-    "attention_backend": "auto",
-}
+    "check_packing": True, "recheck": False, "fused_kernels": True, "peak_tflops": None, "loss_by": None,
+    "sequence_parallel": 1, "expand_turns": False, "share_prefixes": False, "loss_weighting": "token",
+    "max_tokens_per_microbatch": None, "overflow": "truncate", "attention_backend": "auto",
+}  # fmt: skip
 # Fields of TRL's with another default.
 DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None, "learning_rate": None}
 COMMANDS = "train plan prepare demo check bench merge models recipes env".split()
