@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*SHARED, *filter(None, [os.environ.g
 
 # Files whose tests share a launch of several processes.
 LAUNCHED_ONCE = {
-    "test_distributed", "test_distributed_images", "test_distributed_preference", "test_kills", "test_sharded_rows",
+    "test_distributed", "test_distributed_images", "test_distributed_trainers", "test_kills", "test_sharded_rows",
     "test_zero",
 }  # fmt: skip
 # These tests take minutes. They begin first, or one of them would run alone at the end, beside an idle core.

@@ -255,16 +255,15 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_micro_batch"] > 0
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
     head, *steps = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
-    assert (
-        head["environment"] == report["environment"] and [step["timed"] for step in steps] == [False] * 2 + [True] * 4
-    )
+    assert head["environment"] == report["environment"]
+    assert [step["timed"] for step in steps] == [False] * 2 + [True] * 4
     assert [step["tokens"] for step in steps if step["side"] == "step"][1:] == [s["tokens"] for s in step["steps"]]
 
 
 @pytest.mark.slow
-def test_an_adapter_that_fits_nothing_is_a_row_too(lengths_file, tmp_path, capsys):
+def test_an_adapter_that_fits_nothing_is_a_row_too(preset, lengths_file, tmp_path, capsys):
     """PEFT refuses it in every side, and would where the model's FLOPs are counted."""
-    argv = f"bench --model tiny --lengths {lengths_file} --strategies step --eval_documents 8"
+    argv = f"bench --model {preset} --lengths {lengths_file} --strategies step --eval_documents 8"
     assert main(f"{argv} --lora_target_modules nowhere --output_dir {tmp_path / 'out'}".split()) == 1
     captured = capsys.readouterr()
     assert "lora_target_modules=nowhere matches no layer" in captured.out and "Traceback" not in captured.err

@@ -1,26 +1,21 @@
-"""The benchmarks of one part each: attention, planning, the check; and the models they run on."""
+"""The benchmarks of one part each: attention, planning, a layer, the check; and the models they run on."""
 
 import json
 from pathlib import Path
 
 import attention_speed
 import check_beside_step
+import half_attention
+import layer_overhead
 import pytest
 import torch
-from attention_speed import (
-    TRANSFORMERS,
-    Heads,
-    attend_with,
-    attention_bytes,
-    attention_flops,
-    bench_attention,
-    document_lengths,
-    draw_lengths,
-)
+import torch.nn.functional as F
+from attention_speed import TRANSFORMERS, Heads, attend_with, bench_attention, document_lengths
 from planning_speed import bench_pack, bench_start, bench_steps
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
+from trl_packfa.attention import sdpa
 from trl_packfa.bench import presets
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.presets import PRESETS, preset_config
@@ -45,7 +40,7 @@ def test_lengths_add_up():
     for mix in ("short", "even", "uneven", "long", "whole"):
         assert sum(document_lengths(mix, 700, seed=0)) == 700
     assert document_lengths("whole", 700, seed=0) == [700]
-    assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
+    assert document_lengths("even", 700, seed=1) != document_lengths("even", 700, seed=2)
 
 
 def test_a_mix_that_does_not_exist_is_refused_before_anything_is_measured(monkeypatch):
@@ -70,8 +65,8 @@ def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
 
 def test_an_attentions_floor_follows_its_heads():
     wide = Heads(32, 8, 128)
-    assert attention_flops([300, 20], wide) == 6 * 32 * 128 * (300**2 + 20**2)
-    assert attention_bytes(320, wide, 2) == 6 * (32 + 8) * 128 * 320 * 2
+    assert attention_speed.attention_flops([300, 20], wide) == 6 * 32 * 128 * (300**2 + 20**2)
+    assert attention_speed.attention_bytes(320, wide, 2) == 6 * (32 + 8) * 128 * 320 * 2
 
 
 def test_both_sides_of_the_attention_bench_compute_the_same():
@@ -93,17 +88,46 @@ def test_bench_steps_plans_a_step_of_many_ranks():
 
 
 def test_bench_start_counts_once_and_maps_the_counts_then():
-    rows = bench_start(documents=[20_000])
-    assert [row["part"] for row in rows] == [
-        "lengths, first rank",
-        "lengths, another rank",
-        "plan of an epoch, 8 ranks",
-    ]
+    parts = [row["part"] for row in bench_start(documents=[20_000])]
+    assert parts == ["lengths, first rank", "lengths, another rank", "plan of an epoch, 8 ranks"]
+
+
+def test_one_side_of_the_bench_of_half_precision_attends_in_float32(monkeypatch, capsys):
+    monkeypatch.setattr(sdpa, "has_half_products", lambda dtype, device: True)
+    computed, attend = [], F.scaled_dot_product_attention
+
+    def noted(*args, **options):
+        out = attend(*args, **options)
+        computed.append(out.dtype)
+        return out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    argv = ["--documents", "16", "32", "--tokens", "32", "--width", "192", "--layers", "1", "--repeats", "2", "--json"]
+    assert half_attention.main(argv) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["documents"] for row in rows] == [16, 32]
+    # Two lengths, three pairs of steps each, one layer.
+    assert computed.count(torch.float32) == computed.count(torch.bfloat16) == 2 * 3
+
+
+def test_calls_of_a_layer_repeat_and_grow_with_what_runs():
+    """The first time fills caches of the libraries."""
+
+    def count(which):
+        return layer_overhead._count(layer_overhead._call(layer_overhead.SIDES[1], which, 2))
+
+    _, first, again = ([count(which) for which in layer_overhead.PASSES] for _ in range(3))
+    assert first == again and first[0] < first[1] < first[2]
+
+
+def test_no_pair_is_refused():
+    with pytest.raises(InvalidConfig, match="repeats=0"):
+        layer_overhead.bench_overhead(repeats=0)
 
 
 @pytest.mark.slow
-def test_the_check_is_timed_beside_a_step(lengths_file, tmp_path, capsys):
-    argv = ["--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)]
+def test_the_check_is_timed_beside_a_step(preset, lengths_file, tmp_path, capsys):
+    argv = ["--model", preset, "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)]
     assert check_beside_step.main(argv) == 0
     out = capsys.readouterr().out
     check, step = json.loads(out[out.index("[\n") :])  # libraries print lines at import

@@ -53,10 +53,10 @@ def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", one_of_each(PREFERENCES, dict.fromkeys(PREFERENCES)))
-def test_all_sides_train_the_same(trainer, tmp_path):
+def test_all_sides_train_the_same(trainer, preset, tmp_path):
     lengths, output = tmp_path / "lengths.json", tmp_path / "bench.json"
     lengths.write_text(json.dumps(LENGTHS))
-    argv = f"bench --trainer {trainer} --model tiny --lengths {lengths} --max_steps 2 --untimed_steps 1"
+    argv = f"bench --trainer {trainer} --model {preset} --lengths {lengths} --max_steps 2 --untimed_steps 1"
     argv += " --eval_documents 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --lora_dropout 0"
     argv += f" --gradient_checkpointing false --learning_rate 1e-3 --output {output} --output_dir {tmp_path / 'out'}"
     assert main(argv.split()) == 0

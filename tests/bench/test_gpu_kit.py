@@ -303,11 +303,8 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
             recorder.as_one(lambda x: x, moved, "dropout", lambda x: 2e9)(out)
             view = out.view(-1)
     product, fused, drawn, added = recorder.counted.operators
-    assert (product.kind, product.flops, product.bytes) == (
-        "adapter product",
-        2 * 8 * 128 * 128,
-        4 * (1024 + 128**2 + 1024),
-    )
+    figures = (product.kind, product.flops, product.bytes)
+    assert figures == ("adapter product", 2 * 8 * 128 * 128, 4 * (1024 + 128**2 + 1024))
     assert (fused.kind, fused.flops, fused.bytes) == ("fused", 0.0, 4 * 1024)
     assert (drawn.kind, drawn.flops, drawn.bytes, added.flops, added.bytes) == ("dropout", 2e9, 4096, 0.0, 4096)
     rates = {"products": product.flops / 3, "bandwidth": product.bytes / 2, "attention": (1.0, 1.0), "integers": 1e9}

@@ -9,7 +9,8 @@ from trl_packfa.kernels.lora import launches
 pytestmark = pytest.mark.gpu_rehearsal
 HALF_AND_FULL = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-# A GPU's architecture, and the bytes of shared memory that a block of threads can have: A100, RTX 4090, H100, B200, RTX 5090.
+# A GPU's architecture, and the bytes of shared memory that a block of threads can have: A100, RTX 4090, H100, B200,
+# RTX 5090.
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 

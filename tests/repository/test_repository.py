@@ -11,23 +11,16 @@ from pathlib import Path
 
 import margins
 import pytest
+import support_tables as tables
 import tolerance
 import tomllib
 import torch
 import yaml
-from support_tables import (
-    adapter_table,
-    composite_table,
-    encoder_table,
-    model_table,
-    on_page,
-    requirement_table,
-    training_table,
-)
 from tiny_models import all_types
 from tiny_models.encoders import encoder_types
 
 import trl_packfa
+from trl_packfa.adapters import table
 from trl_packfa.attention import BACKENDS
 from trl_packfa.cli.train import kind_of
 from trl_packfa.patches import PATCHES
@@ -37,7 +30,8 @@ from trl_packfa.trainers.sft.script import classes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
-README = (ROOT / "README.md").read_text()
+README, CHANGELOG = ((ROOT / f"{name}.md").read_text() for name in ("README", "CHANGELOG"))
+MODELS_PAGE = (ROOT / "docs" / "models.md").read_text()
 
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
@@ -134,28 +128,11 @@ def test_every_patch_file_is_listed():
 
 def test_public_names_are_frozen_and_load():
     assert trl_packfa.__all__ == [
-        "AttentionArguments",
-        "CheckReport",
-        "DataCollatorForPacking",
-        "PackedDPOConfig",
-        "PackedDPOTrainer",
-        "PackedKTOConfig",
-        "PackedKTOTrainer",
-        "PackedLayout",
-        "PackedRewardConfig",
-        "PackedRewardTrainer",
-        "PackedSFTConfig",
-        "PackedSFTTrainer",
-        "Patch",
-        "check",
-        "describe",
-        "padding_free",
-        "patch",
-        "patched",
-        "register_patch",
-        "shard_batch",
-        "unpatch",
-    ]
+        "AttentionArguments", "CheckReport", "DataCollatorForPacking", "PackedDPOConfig", "PackedDPOTrainer",
+        "PackedKTOConfig", "PackedKTOTrainer", "PackedLayout", "PackedRewardConfig", "PackedRewardTrainer",
+        "PackedSFTConfig", "PackedSFTTrainer", "Patch", "check", "describe", "padding_free", "patch", "patched",
+        "register_patch", "shard_batch", "unpatch",
+    ]  # fmt: skip
     assert all(getattr(trl_packfa, name).__doc__ for name in trl_packfa.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         trl_packfa.nothing  # noqa: B018
@@ -167,15 +144,6 @@ def test_files_fit_a_head():
         # The trainer is one class: a table of TRL's hooks, each of which hands over to a part.
         longest = 560 if path.name == "trainer.py" else 400
         assert lines <= longest, f"{path} has {lines} lines"
-
-
-def test_everything_is_annotated():
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-                arguments = [a for a in node.args.args + node.args.kwonlyargs if a.arg not in ("self", "cls")]
-                missing = [a.arg for a in arguments if a.annotation is None]
-                assert not missing and node.returns is not None, f"{path}:{node.lineno} {node.name} {missing}"
 
 
 def test_numeric_tolerances_live_in_one_file():
@@ -216,26 +184,18 @@ def test_margins_are_recorded_and_read(tmp_path, monkeypatch):
     assert "test_margins_are_recorded_and_read" in rows[0][-1]
 
 
-def table(title):
-    """The first column of the first table on a page, and its rows."""
-    section = (ROOT / "docs" / title).read_text().split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
-    return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows}
-
-
 def test_a_page_holds_the_generated_table_of_models():
-    page = (ROOT / "docs" / "models.md").read_text()
-    assert on_page("models", page) == model_table(results())
+    assert tables.on_page("models", MODELS_PAGE) == tables.model_table(results())
     exact = [result for result in results().values() if result["verdict"] == "exact"]
-    assert f"Of the {len(results())} causal-LM types" in page and f"exact on {len(exact)}:" in page
-    assert f"Of the {len(results())} causal-LM types" in README
+    assert all(f"Of the {len(results())} causal-LM types" in page for page in (MODELS_PAGE, README))
+    assert f"exact on {len(exact)}:" in MODELS_PAGE
     assert f"exact on {len(exact)}. Without our patch it is exact on 115." in " ".join(README.split())
     assert len(exact) >= 188 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
 
 
 def test_a_page_holds_what_training_every_type_has_shown():
     types = training()["types"]
-    assert on_page("training", (ROOT / "docs" / "models.md").read_text()) == training_table(types)
+    assert tables.on_page("training", MODELS_PAGE) == tables.training_table(types)
     found = {(name, way): of["verdict"] for name, ways in types.items() for way, of in ways.items()}
     differs = {(name, way): types[name][way] for (name, way), verdict in found.items() if verdict == "differs"}
     # Its states are float32 in any model: in float64 the rest is more exact, and the norms are 18 times closer.
@@ -246,39 +206,28 @@ def test_a_page_holds_what_training_every_type_has_shown():
 
 def test_a_page_holds_the_generated_table_of_types_with_images():
     types = composites()["types"]
-    page = (ROOT / "docs" / "models.md").read_text()
-    assert on_page("images", page) == composite_table(types)
+    assert tables.on_page("images", MODELS_PAGE) == tables.composite_table(types)
     exact = [name for name, result in types.items() if result["verdict"] == "exact"]
-    assert f"Of the {len(types)} types" in page and f"{len(exact)} are exact:" in page
-    assert f"{len(exact)} types were measured exact" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"Of the {len(types)} types" in MODELS_PAGE and f"{len(exact)} are exact:" in MODELS_PAGE
+    assert f"{len(exact)} types were measured exact" in CHANGELOG
     assert {result["verdict"] for result in types.values()} <= {"exact", "text only", "refused", "not built"}
 
 
 def test_a_page_holds_the_generated_table_of_encoders():
     types = encoders()["types"]
-    page = (ROOT / "docs" / "models.md").read_text()
-    assert on_page("encoders", page) == encoder_table(types) and set(types) == set(encoder_types())
+    assert tables.on_page("encoders", MODELS_PAGE) == tables.encoder_table(types)
+    assert set(types) == set(encoder_types())
     exact = [name for name, heads in types.items() for head in heads.values() if head["verdict"] == "exact"]
-    counts = f"{len(exact)}\n  heads of {len(set(exact))} types were measured exact"
-    assert counts in (ROOT / "CHANGELOG.md").read_text()
+    assert f"{len(exact)}\n  heads of {len(set(exact))} types were measured exact" in CHANGELOG
     verdicts = {result["verdict"] for heads in types.values() for result in heads.values()}
     assert verdicts <= {"exact", "alone", "refused", "not built"}
 
 
-def test_a_page_holds_the_generated_table_of_adapters():
-    from trl_packfa.adapters import table
-
-    page = (ROOT / "docs" / "models.md").read_text()
-    assert on_page("adapters", page) == adapter_table(table.results())
-
-
-def test_a_page_holds_the_generated_tables_of_requirements():
-    assert on_page("requirements", (ROOT / "docs" / "reference.md").read_text()) == requirement_table()
-
-
-def test_a_page_holds_the_generated_table_of_trainers():
+def test_pages_hold_the_generated_tables_of_adapters_requirements_and_trainers():
     from padding_free import RESULTS, markdown
 
+    assert tables.on_page("adapters", MODELS_PAGE) == tables.adapter_table(table.results())
+    assert tables.on_page("requirements", (ROOT / "docs" / "reference.md").read_text()) == tables.requirement_table()
     page = (ROOT / "benchmarks" / "README.md").read_text()
     block = page.split("<!-- generated: benchmarks/padding_free.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == markdown(json.loads(RESULTS.read_text()))
@@ -302,8 +251,9 @@ def test_the_printed_command_for_a_new_architecture_runs(capsys):
 
 
 def test_a_page_lists_the_backends():
-    rows = table("hardware.md")
-    assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}
+    section = (ROOT / "docs" / "hardware.md").read_text().split("\n## ")[0]
+    rows = [line.strip("|").split("|")[:2] for line in section.splitlines() if line.startswith("|")][2:]
+    assert {name.strip(" `"): summary.strip() for name, summary in rows} == {b.name: b.summary for b in BACKENDS}
 
 
 def test_readmes_pictures_show_the_measured_figures(tmp_path):
@@ -321,16 +271,12 @@ def test_readmes_pictures_show_the_measured_figures(tmp_path):
     draw(tmp_path)
     for name in (GAINS, MASK):
         assert (folder / name).stat().st_size < 100_000
-        assert re.findall(">[^<]+</text>", (tmp_path / name).read_text()) == re.findall(
-            ">[^<]+</text>", (folder / name).read_text()
-        )
+        drawn, committed = (re.findall(">[^<]+</text>", (of / name).read_text()) for of in (tmp_path, folder))
+        assert drawn == committed
 
 
-def test_readme_is_one_page():
+def test_readme_is_one_page_whose_links_resolve():
     assert len(README.splitlines()) <= 200
-
-
-def test_readme_links_resolve():
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
         assert (ROOT / target).exists(), target
 
@@ -346,20 +292,13 @@ def test_readme_python_parses_and_names_exist():
 def test_tests_lie_in_folders_of_the_packages_names():
     """`repository` is about the files themselves, `whole` takes minutes a file; `test_gpu.py` runs where one is."""
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_gpu.py"}
-    assert folders <= {path.name for path in (ROOT / "trl_packfa").iterdir() if path.is_dir()} | {
-        "repository",
-        "whole",
-    }
+    assert folders - {"repository", "whole"} <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
 def test_makefile_and_readme_run_the_same_lines():
     makefile = (ROOT / "Makefile").read_text()
-    for line in (
-        "install torch==2.13.0",
-        "install -e '.[tested,plots,dev]'",
-        "trl-packfa demo",
-        'pytest -n 2 --ignore=tests/whole -m "not slow"',
-    ):
+    test = 'pytest -n 2 --ignore=tests/whole -m "not slow"'
+    for line in ("install torch==2.13.0", "install -e '.[tested,plots,dev]'", "trl-packfa demo", test):
         assert line in makefile and line in README
 
 

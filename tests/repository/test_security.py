@@ -19,9 +19,7 @@ from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.trainers.packed_run import PackedRun
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(
-    {p.resolve() for folder in ("trl_packfa", "patches", "recipes") for p in (ROOT / folder).rglob("*.py")}
-)
+SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (ROOT / folder).rglob("*.py")]
 FORBIDDEN = {"eval", "exec", "compile", "__import__"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 SHELL = {"system", "popen"}
@@ -68,28 +66,15 @@ def dangers(source):
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_source_runs_text_or_loads_pickles(path):
-    assert not dangers(path.read_text())
+def test_no_source_runs_text_or_loads_pickles():
+    assert not {str(path): found for path in SOURCES if (found := dangers(path.read_text()))}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "eval('1')",
-        "exec(x)",
-        "import pickle",
-        "from dill import loads",
-        "torch.load(f)",
-        "torch.load(f, weights_only=False)",
-        "np.load(f)",
-        "np.load(f, allow_pickle=True)",
-        "os.system(x)",
-        "subprocess.run(x, shell=True)",
-        "AutoConfig.from_pretrained(x, trust_remote_code=True)",
-        "yaml.load(x)",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "eval('1')", "exec(x)", "import pickle", "from dill import loads", "torch.load(f)",
+    "torch.load(f, weights_only=False)", "np.load(f)", "np.load(f, allow_pickle=True)", "os.system(x)",
+    "subprocess.run(x, shell=True)", "AutoConfig.from_pretrained(x, trust_remote_code=True)", "yaml.load(x)",
+])  # fmt: skip
 def test_negative_control_dangers_are_seen(source):
     assert dangers(source)
 

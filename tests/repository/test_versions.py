@@ -39,9 +39,6 @@ def test_old_versions_are_named(monkeypatch):
     monkeypatch.setattr(versions.sys, "version_info", (3, 10, 13))
     with pytest.raises(VersionTooOld, match=r"Use Python 3.11 or newer.*patch\(\) and check\(\) work"):
         versions.require_versions()
-
-
-def test_an_old_transformers_is_named(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", lambda package: "5.15.1" if package == "transformers" else "99")
     with pytest.raises(VersionTooOld, match=r"transformers 5\.15\.1, needed >= 5\.16"):
         trl_packfa.__getattr__("patch")

@@ -17,12 +17,13 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from check_memo import forgotten, remember
 from compiling import compile_anew
+from datasets import IterableDataset
 from launches import run_scenarios
 from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import arguments, dataset, logs_of, lora_config, losses, packed_trainer
+from training import arguments, dataset, logs_of, lora_config, losses, packed_trainer, rows
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
@@ -130,7 +131,7 @@ def faulty(name):
 
 def trainer_of(
     folder, *, strategy="step", lora=True, fsdp=None, zero=None, patch_first=False, build=model, base=None,
-    padded=False, documents=48, sequence_parallel=1, **options
+    padded=False, documents=48, stream=False, sequence_parallel=1, **options
 ):  # fmt: skip
     """Build a trainer with the same examples in each step under any number of processes; `padded`: TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -151,7 +152,10 @@ def trainer_of(
         trl_packfa.patch(built)
     adapter = lora_config() if lora else None
     cls = SFTTrainer if padded else PackedSFTTrainer
-    return packed_trainer(args, cls=cls, model=built, peft_config=adapter, train_dataset=dataset(documents))
+    data = dataset(documents)
+    if stream:
+        data = IterableDataset.from_generator(rows, gen_kwargs={"count": documents})
+    return packed_trainer(args, cls=cls, model=built, peft_config=adapter, train_dataset=data)
 
 
 def take_fsdp_on_a_cpu():
@@ -216,7 +220,6 @@ def run(
     return {
         "losses": losses(trainer),
         "norms": [entry["grad_norm"] for entry in logs],
-        "accuracy": [entry.get("mean_token_accuracy") for entry in logs],
         "flos": trainer.state.total_flos,
         "sharded_row": report["shared row"].difference if report and "shared row" in report else None,
         "tokens": [entry["num_tokens"] for entry in logs],

@@ -1,4 +1,4 @@
-"""Kill ranks of small distributed runs at seeded points, resume the runs, and print each point's result as JSON.
+"""Kill processes of small runs at seeded points, resume the runs, and print each point's result as JSON.
 
     kill_run.py FOLDER POINTS [SEED]
 
@@ -21,7 +21,8 @@ from pathlib import Path
 
 import distributed_run
 import torch
-from distributed_run import STEPS, run
+from distributed_run import SAVE, STEPS, run
+from selection import chosen
 from transformers import TrainerCallback
 
 from trl_packfa import PackedSFTTrainer
@@ -39,6 +40,15 @@ RUNS = {
     "fsdp2 step": {"strategy": "step", "fsdp": {"version": 2}},
     "fsdp2 sharded minibatch, full": {"strategy": "minibatch", "fsdp": SHARDED, "lora": False},
 }
+# Of one process. What it reads is all that differs from others, so each of these runs is killed once.
+ALONE = {
+    "bfd, stream": {"strategy": "bfd", "stream": True},
+    "wrapped, stream, workers": {"strategy": "wrapped", "stream": True, "dataloader_num_workers": 2},
+    "step": {}, "step, stream": {"stream": True}, "step, workers": {"dataloader_num_workers": 2},
+    "bfd, workers": {"strategy": "bfd", "dataloader_num_workers": 2}, "wrapped": {"strategy": "wrapped"},
+    "minibatch": {"strategy": "minibatch"}, "minibatch, stream": {"strategy": "minibatch", "stream": True},
+}  # fmt: skip
+ALONE = chosen(ALONE, "bfd, stream", "wrapped, stream, workers")
 PHASES = ("forward", "optimizer", "writing", "plan", "marking", "stopped")
 
 
@@ -52,13 +62,19 @@ def draw(count, seed):
     return points
 
 
+def points_alone():
+    """Return a point for each run of one process, after its first checkpoint."""
+    phases = itertools.cycle(["writing", "forward", "optimizer"])
+    return [{"run": name, "victims": [0], "phase": next(phases), "step": SAVE + 1} for name in ALONE]
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def launch(folder, work, *, world=WORLD, limit=TIME_OUT):
+def launch(folder, work, *, world, limit=TIME_OUT):
     """Run `work(rank)` in forks of this process. Returns the exit status of each fork (`None` if it still ran at the
     limit), the text of each, and the seconds from the first failure or stop to the end."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +115,9 @@ def _is_stopped(pid):
 def _be_rank(rank, world, port, log, work):
     sys.stdout = sys.stderr = log.open("w")
     os.dup2(sys.stderr.fileno(), 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         work(rank)
         sys.stderr.flush()
@@ -130,7 +147,7 @@ def arm(point):
     _before(PackedSFTTrainer, "compute_loss", lambda *a: phase in ("forward", "stopped") and at["step"] == step, die)
     _before(PackedSFTTrainer, "save_reports", lambda *a: phase == "marking" and at["step"] >= step, die)
     # A run without a `StepPlan`, or killed at step 0, dies while the epoch is planned.
-    cuts = point["run"] != "ddp bfd" and "minibatch" not in point["run"] and step > 0
+    cuts = options_of(point["run"])[0].get("strategy", "step") == "step" and step > 0
     _before(PackedSFTTrainer, "_plan", lambda *a: phase == "plan" and not cuts, die)
     planned = itertools.count()  # the loader plans a step while the one before it is read
     _before(StepPlan, "cut", lambda *a: next(planned) == step and phase == "plan" and cuts, die)
@@ -170,10 +187,11 @@ def train(folder, options, *, point=None, resume=False):
 
     def work(rank):
         callbacks = arm(point) if point and rank in point["victims"] else []
-        distributed_run.take_fsdp_on_a_cpu()
-        # transformers 5.23 drops `ddp_timeout` under `use_cpu`; it takes the process group that it finds.
-        patience = STOPPED if point and point["phase"] == "stopped" else TIME_OUT
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience))
+        if "WORLD_SIZE" in os.environ:
+            distributed_run.take_fsdp_on_a_cpu()
+            # transformers 5.23 drops `ddp_timeout` under `use_cpu`; it takes the process group that it finds.
+            patience = STOPPED if point and point["phase"] == "stopped" else TIME_OUT
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience))
         result = run(str(folder), resume=resume, callbacks=callbacks, **options)
         if rank == 0:
             del result["trained"]  # what this process alone trained; a resumed one trains the rest
@@ -184,13 +202,18 @@ def train(folder, options, *, point=None, resume=False):
     return work
 
 
+def options_of(name):
+    """Return the options of a run, and its number of processes."""
+    return (RUNS[name], WORLD) if name in RUNS else (ALONE[name], 1)
+
+
 def outcome(folder, point, expected):
     """Kill a rank, check the remains, resume, and compare with the uninterrupted run."""
-    options = RUNS[point["run"]]
-    codes, texts, seconds = launch(folder, train(folder, options, point=point))
+    options, world = options_of(point["run"])
+    codes, texts, seconds = launch(folder, train(folder, options, point=point), world=world)
     left = last_whole_checkpoint(folder)
     found = {path.name for path in folder.glob("checkpoint-*")}
-    after, resumed, _ = launch(folder, train(folder, options, resume=left is not None))
+    after, resumed, _ = launch(folder, train(folder, options, resume=left is not None), world=world)
     path = folder / "result.json"
     return {
         **point,
@@ -209,11 +232,12 @@ def outcome(folder, point, expected):
 
 def main():
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
-    points = draw(count, int(sys.argv[3]) if sys.argv[3:] else 0)
+    points = [*draw(count, int(sys.argv[3]) if sys.argv[3:] else 0), *points_alone()]
     expected = {}
     for name in {point["run"]: None for point in points}:
-        codes, texts, _ = launch(folder / name, train(folder / name, RUNS[name]))
-        assert codes == [0] * WORLD, texts[0][-3000:]
+        options, world = options_of(name)
+        codes, texts, _ = launch(folder / name, train(folder / name, options), world=world)
+        assert codes == [0] * world, texts[0][-3000:]
         expected[name] = json.loads((folder / name / "result.json").read_text())
     outcomes = [outcome(folder / str(i), point, expected[point["run"]]) for i, point in enumerate(points)]
     print(json.dumps(outcomes), flush=True)

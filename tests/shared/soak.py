@@ -84,20 +84,14 @@ def soak(steps, kind, strategy, out):
     tenth = max(steps // 10, 1)
     early, late = watch.seconds[tenth : 2 * tenth], watch.seconds[-tenth:]
     return {
-        "data": kind,
-        "strategy": strategy,
-        "steps": steps,
-        "seconds": round(time.perf_counter() - started, 1),
-        "built_s": round(built - started, 2),
-        "memory_mb": [round(sample[0] / 2**20, 1) for sample in some],
-        "memory_growth": round(last[0] / first[0] - 1, 4),
-        "files": [first[1], last[1]],
-        "threads": [first[2], last[2]],
-        "log_lines": [first[3], last[3]],
+        "data": kind, "strategy": strategy, "steps": steps, "seconds": round(time.perf_counter() - started, 1),
+        "built_s": round(built - started, 2), "memory_mb": [round(sample[0] / 2**20, 1) for sample in some],
+        "memory_growth": round(last[0] / first[0] - 1, 4), "files": [first[1], last[1]],
+        "threads": [first[2], last[2]], "log_lines": [first[3], last[3]],
         "first_step_ms": round(watch.seconds[0] * 1e3, 1),
         "median_step_ms": [round(statistics.median(part) * 1e3, 2) for part in (early, late)],
         "slowest_step_ms": round(max(watch.seconds[tenth:]) * 1e3, 1),
-    }
+    }  # fmt: skip
 
 
 def main():

@@ -17,12 +17,9 @@ _BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0 + i for i in range(8)],
-    "original_max_position_embeddings": 16,
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+    "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 16,
+}  # fmt: skip
 # id -> (model type, config): architectures whose attention is rewritten, with what is special about each switched on.
 # Every other type is tried as `tools/tiny_models` builds it, which has switches of its own (`special.py`).
 ARCHITECTURES = {

@@ -1,4 +1,5 @@
-"""`attn_implementation="packfa"` on every type, in TRL's own trainer over 20 steps, and on several processes."""
+"""`attn_implementation="packfa"` on every type (one of each kind in `make test-all`), in TRL's own trainer over 20
+steps, and on several processes."""
 
 import json
 import subprocess
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from committed import kind_of
 from datasets import Dataset
 from oracle import alone
+from selection import one_of_each
 from tiny import LENGTHS, documents, split, tokenizer, words
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import ILL_CONDITIONED, assert_another_run, assert_rounding, assert_trajectory, differs
@@ -18,6 +21,7 @@ import trl_packfa
 import trl_packfa.register
 from trl_packfa import PackedLayout
 from trl_packfa.errors import PackingError, UnsupportedModel
+from trl_packfa.patches.measured import results
 from trl_packfa.patching.by_name import named_options
 
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
@@ -48,8 +52,12 @@ def is_served(model):
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", TYPES)
+# What a type has in common with others: the level that it needs, and why it is refused.
+KINDS = {name: (kind_of(results()[name]), name in OWN_TABLE, name in UNSEEN, name in DROPS_POSITIONS)
+         for name in TYPES}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", one_of_each(TYPES, KINDS))
 def test_every_type_is_exact_or_refused(model_type):
     eager = small_model(model_type, attn_implementation="eager")
     if not is_served(eager):
@@ -114,34 +122,30 @@ import trl_packfa.register
 from trl_packfa import PackedLayout
 
 distributed.init_process_group("gloo")
-rank, kind = distributed.get_rank(), sys.argv[1]
-model = small_model("gemma2", attn_implementation="packfa").train()
-if kind == "ddp":
-    wrapped = DistributedDataParallel(model)
-else:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-lengths = [(13, 1, 29), (20, 23)][rank]
+rank, mesh, norms = distributed.get_rank(), init_device_mesh("cpu", (2,)), {"ddp": {}, "fsdp": {}}
 ids = torch.randint(3, 97, (1, 43), generator=torch.Generator().manual_seed(rank))
-layout = PackedLayout.from_lengths(lengths)
-logits = wrapped(input_ids=ids, position_ids=layout.position_ids(), **layout.flash_kwargs(), use_cache=False).logits
-logits.square().mean().backward()
-norms = {}
-for name, parameter in model.named_parameters():
-    gradient = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
-    norms[name.replace("module.", "")] = float(gradient.double().norm())
+layout = PackedLayout.from_lengths([(13, 1, 29), (20, 23)][rank])
+call = {"input_ids": ids, "position_ids": layout.position_ids(), **layout.flash_kwargs(), "use_cache": False}
+for kind in norms:
+    model = small_model("gemma2", attn_implementation="packfa").train()
+    if kind == "fsdp":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+    wrapped = fully_shard(model, mesh=mesh) if kind == "fsdp" else DistributedDataParallel(model)
+    wrapped(**call).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
+        norms[kind][name.replace("module.", "")] = float(gradient.double().norm())
 if rank == 0:
-    json.dump(norms, open(sys.argv[2], "w"))
+    json.dump(norms, open(sys.argv[1], "w"))
 distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_model_by_name_on_two_ranks_equals_one(kind, tmp_path):
+def test_a_model_by_name_on_two_ranks_equals_one(tmp_path):
     script, out = tmp_path / "run.py", tmp_path / "norms.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), kind]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     subprocess.run([*command, str(out)], check=True, cwd=Path(__file__).parents[2])
     model = small_model("gemma2", attn_implementation="eager").train()
     for rank, lengths in enumerate([(13, 1, 29), (20, 23)]):
@@ -149,7 +153,7 @@ def test_a_model_by_name_on_two_ranks_equals_one(kind, tmp_path):
         logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids[0].split(list(lengths))]
         (torch.cat(logits).square().mean() / 2).backward()
     expected = {name: float(p.grad.double().norm()) for name, p in model.named_parameters()}
-    found = json.loads(out.read_text())
-    assert found.keys() == expected.keys()
-    for name, norm in expected.items():
-        assert_rounding(abs(found[name] - norm) / norm, name)
+    for kind, found in json.loads(out.read_text()).items():
+        assert found.keys() == expected.keys()
+        for name, norm in expected.items():
+            assert_rounding(abs(found[name] - norm) / norm, f"{kind} {name}")

@@ -3,12 +3,13 @@
 import pytest
 import tiny
 from datasets import Dataset, IterableDataset
+from selection import exhaustive
 from training import arguments, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidDataset
 
-STRATEGIES = ("step", "minibatch", "bfd")
+STRATEGIES = ["step", "bfd", *exhaustive("minibatch")]
 
 
 class Source:

@@ -13,10 +13,10 @@ from trl_packfa.patching.state import find_state
 
 
 @pytest.mark.parametrize(("model_type", "dtype"), [
-    *((name, "bfloat16") for name in ("mixtral", "deepseek_v3", "gpt_oss")),
-    *((name, "autocast") for name in ("qwen3_next", "deepseek_v32")),
-    *exhaustive(*((name, "autocast") for name in ("mixtral", "deepseek_v3", "gpt_oss"))),
-    *exhaustive(("qwen3_next", "bfloat16"), ("deepseek_v32", "bfloat16")),
+    ("gpt_oss", "bfloat16"), ("deepseek_v32", "autocast"),
+    *exhaustive(*((name, dtype) for name in ("mixtral", "deepseek_v3", "qwen3_next", "granitemoe", "olmoe")
+                  for dtype in ("bfloat16", "autocast"))),
+    *exhaustive(("gpt_oss", "autocast"), ("deepseek_v32", "bfloat16")),
 ])  # fmt: skip
 def test_tokens_that_rounding_sends_elsewhere_are_no_false_alarm(model_type, dtype):
     """Another expert, another key chosen by an indexer: discontinuous where rounding is not."""

@@ -6,22 +6,24 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import exhaustive
 from tiny_models import small_model
-from tolerance import assert_another_run, assert_float32, assert_trajectory, assert_weights, differs
+from tolerance import assert_another_run, assert_float32, assert_trajectory, assert_weights
 from training import arguments, batches_of, dataset, lora_config, losses, packed_trainer
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTTrainer, patch
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.packing import recut_over_ranks
-from trl_packfa.patching.router_loss import BalancedModel, balancing_loss
+from trl_packfa.patching.router_loss import BalancedModel
 from trl_packfa.trainers.sft.loss_terms import PaddedTerms
 
-TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
 # Accumulation, batch size, strategy, pad_to_multiple_of, coefficient; None is the model's own, 0.001 or 0.01.
-RUNS = [(3, 4, "step", None, None), (8, 1, "step", None, 1.0), (4, 3, "step", 64, 1.0)]
+RUNS = [(8, 2, "step", None, 1.0), (3, 4, "step", None, None), (4, 3, "step", 64, 1.0)]
 MORE = [("mixtral", (1, 2, "step", 16, 1.0)), ("olmoe", (2, 2, "minibatch", 64, 1.0))]
+TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
+IN_TURN = [(name, RUNS[number % len(RUNS)]) for number, name in enumerate(TYPES)]
+OTHERS = [(name, run) for name in TYPES for run in (*RUNS, (8, 1, "step", None, 1.0)) if (name, run) not in IN_TURN]
 # Every loss and gradient of a step shows in its weights as it is.
 PLAIN = {
     "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0, "lr_scheduler_type": "constant", "max_steps": 3,
@@ -51,20 +53,13 @@ def weights(trainer):
     return {name: p.detach() for name, p in trainer.model.named_parameters()}
 
 
-def assert_same(packed, padded):
-    assert_trajectory(losses(packed), losses(padded))
-    assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
-    assert_weights(weights(packed), weights(padded), steps=len(losses(padded)))
-    assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
-
-
 def test_dropout_on_experts_is_refused_by_its_field(tmp_path):
     """TRL's default is 0.05, which PEFT refuses with a ValueError that names no field."""
     with pytest.raises(InvalidConfig, match=r"lora_dropout=0\.05 on a mixture of experts(.|\n)*Set lora_dropout=0"):
         packed_trainer(arguments(out=tmp_path), model=small_model("mixtral"), peft_config=None)
 
 
-@pytest.mark.parametrize(("name", "run"), [*((name, run) for name in TYPES for run in RUNS), *MORE])
+@pytest.mark.parametrize(("name", "run"), [*IN_TURN, *MORE, *exhaustive(*OTHERS)])
 def test_the_padded_runs_losses_and_weights(tmp_path, name, run):
     accumulation, batch_size, strategy, multiple, coefficient = run
     padded, packed = pair(
@@ -72,13 +67,12 @@ def test_the_padded_runs_losses_and_weights(tmp_path, name, run):
         per_device_train_batch_size=batch_size, pad_to_multiple_of=multiple, router_aux_loss_coef=coefficient,
     )  # fmt: skip
     assert padded.aux_loss_enabled and packed.aux_loss_enabled
-    assert_same(packed, padded)
-
-
-def test_step_runs_fewer_micro_batches_than_the_padded_run(tmp_path):
-    _, packed = pair(tmp_path, gradient_accumulation_steps=8, per_device_train_batch_size=2)
-    assert max(logged(packed, "micro_batches")) < 8
-    assert packed.packing_plan["micro_batches_per_step"] < 8
+    assert_trajectory(losses(packed), losses(padded))
+    assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
+    assert_weights(weights(packed), weights(padded), steps=len(losses(padded)))
+    assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
+    if run == RUNS[0]:
+        assert max(logged(packed, "micro_batches")) < 8 and packed.packing_plan["micro_batches_per_step"] < 8
 
 
 @pytest.mark.parametrize("without", ["padded micro-batches", "padding left out"])
@@ -100,45 +94,14 @@ def test_negative_control_the_loss_of_what_runs_together_is_another(tmp_path, mo
 def test_lora_trains_experts_as_padded(tmp_path):
     """TRL's loss of a PEFT model, gradient checkpointing, bfloat16 autocast against its padded self."""
     options = {**PLAIN, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "router_aux_loss_coef": 1.0}
+    ours = arguments(out=tmp_path, check_packing=False, **options)
     common = {"train_dataset": dataset(), "processing_class": tiny.tokenizer()}
     padded = SFTTrainer(small_model("qwen3_moe", num_hidden_layers=2), arguments(SFTConfig, tmp_path, **options),
                         peft_config=lora_config(), **common)  # fmt: skip
-    packed = packed_trainer(arguments(out=tmp_path, **options), model=small_model("qwen3_moe", num_hidden_layers=2))
+    packed = packed_trainer(ours, model=small_model("qwen3_moe", num_hidden_layers=2))
     padded.train(), packed.train()
     assert_trajectory(losses(packed), losses(padded))
     assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
-
-
-def routed(*, layers=3, tokens=40, experts=6, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, experts, generator=generator).requires_grad_() for _ in range(layers)]
-
-
-def test_each_groups_loss_and_gradient_are_transformers():
-    logits, groups = routed(), torch.randint(0, 4, (40,), generator=torch.Generator().manual_seed(1))
-    tokens = torch.bincount(groups)[:3]  # group 3 is padding
-    ours = balancing_loss(logits, groups, tokens.tolist(), 2)
-    theirs = sum(load_balancing_loss_func(tuple(logits), 6, 2, groups == group) for group in range(3))
-    assert_float32(ours, theirs)
-    gradients = [torch.autograd.grad(loss, logits, retain_graph=True) for loss in (ours, theirs)]
-    for mine, other in zip(*gradients, strict=True):
-        assert_float32(mine, other)
-    assert differs(load_balancing_loss_func(tuple(logits), 6, 2), theirs), "the control: all tokens as one batch"
-
-
-def test_ranks_that_share_a_group_add_up_to_its_loss():
-    """Each rank's part has the gradient of the whole where the rank's tokens are."""
-    logits, groups = routed(), torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(1))
-    tokens = torch.bincount(groups).tolist()
-    whole = balancing_loss(logits, groups, tokens, 2)
-    halves = [([x[part] for x in logits], groups[part]) for part in (slice(0, 15), slice(15, 40))]
-    given = []
-    for half in halves:  # what each would send
-        balancing_loss(*half, tokens, 2, lambda counts: given.append(counts) or counts)
-    parts = [balancing_loss(*half, tokens, 2, lambda _: sum(given)) for half in halves]
-    assert_float32(sum(parts), whole)
-    for mine, other in zip(torch.autograd.grad(sum(parts), logits), torch.autograd.grad(whole, logits), strict=True):
-        assert_float32(mine, other)
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,6 +190,7 @@ def test_routers_that_choose_otherwise_are_refused_at_construction(tmp_path):
 
 def test_a_model_without_experts_has_no_auxiliary_loss(tmp_path):
     """Doge's config has a coefficient whether there are experts or not; TRL stops at the first step."""
-    trainer = packed_trainer(arguments(out=tmp_path, max_steps=1), model=small_model("doge", num_hidden_layers=2))
+    args = arguments(out=tmp_path, max_steps=1, check_packing=False)
+    trainer = packed_trainer(args, model=small_model("doge", num_hidden_layers=2))
     trainer.train()
-    assert not trainer.aux_loss_enabled and trainer.check_report.is_exact
+    assert not trainer.aux_loss_enabled and len(losses(trainer)) == 1

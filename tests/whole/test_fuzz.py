@@ -113,26 +113,17 @@ def fuzz(name, count, *, seed):
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_batches_are_exact_or_refused(name):
-    found = fuzz(name, 60, seed=0)
-    assert found["packed"] >= 10 and found[REFUSED] >= 10 and found[UNPACKED] >= 3, found
-
-
 BATCHES = int(os.environ.get("FUZZ_BATCHES", "1000"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_many_batches_are_exact_or_refused(name):
+def test_batches_are_exact_or_refused(name):
     """`FUZZ_BATCHES=10000` tries all; CI a thousand."""
     count = MODELS[name][3] * BATCHES // 10_000
     found = fuzz(name, count, seed=1)
     print(name, dict(found))
     assert min(found[kind] for kind in ("packed", REFUSED, UNPACKED)) > count // 20
-
-
-def test_the_share_of_each_model_is_ten_thousand():
     assert sum(share for *_, share in MODELS.values()) == 10_000
 
 

@@ -10,10 +10,10 @@ import pytest
 from gpu import run, wanted
 from selection import exhaustive
 
-# Recipes whose lines others run, too, and the commands of the second half hour, which the tests of these parts run.
+# Recipes whose lines others run, too, and commands that the tests of these parts run.
 ALIKE = (
-    "kernels", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "types", "trainers", "attention", "full_1b",
-    "dpo_1b",
+    "kernels", "automodel", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "types", "trainers", "parts",
+    "attention", "full_1b", "dpo_1b",
 )  # fmt: skip
 STEPS = [
     "kernels", "llama3_8b", "automodel", "qlora_8b", "compiled_1b", "paper_x2", "paper_x16", "tests", "types",

@@ -1,6 +1,7 @@
-"""Ranks killed in the forward, in the optimizer step, while a checkpoint is written, before it is marked as whole,
-while a plan is made; ranks that stop answering. The rest ends in time, and the run resumes to the same bits. Four
-points by default; `KILL_POINTS=50` runs as many as `benchmarks/README.md` tells of."""
+"""Processes killed in the forward, in the optimizer step, while a checkpoint is written, before it is marked as whole,
+while a plan is made; ranks that stop answering. The rest ends in time, and the run resumes to the same bits. Two
+ranks, and one process with streams and loader workers. Four points of two ranks by default; `KILL_POINTS=50` runs as
+many as `benchmarks/README.md` tells of."""
 
 import json
 import os
@@ -41,7 +42,7 @@ def test_every_point_was_hit_and_nothing_hangs(outcomes):
 @pytest.mark.slow
 def test_every_run_resumes_to_the_same_bits(outcomes):
     for point in outcomes:
-        assert point["resumed"] == [0] * kill_run.WORLD and point["same"], json.dumps(point)
+        assert set(point["resumed"]) == {0} and point["same"], json.dumps(point)
 
 
 @pytest.mark.slow

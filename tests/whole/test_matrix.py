@@ -3,6 +3,7 @@ test-all` measures one type of each kind again, `make test-exhaustive` all. `tes
 that a patch serves against its documents alone."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import support_matrix as matrix
@@ -35,7 +36,7 @@ def test_a_run_is_resumed_where_it_stopped(tmp_path, monkeypatch):
     path, seen = tmp_path / "models.json", []
     partial = path.with_suffix(".partial")
     monkeypatch.setattr(matrix, "all_types", lambda: ("llama", "mamba", "cpmant"))
-    monkeypatch.setattr(matrix, "ProcessPoolExecutor", OneByOne)
+    monkeypatch.setattr(matrix, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
     with pytest.raises(KeyboardInterrupt):
         matrix.run(path, jobs=1, seen=lambda name, result: (seen.append(name), stop(len(seen) == 2)))
     assert len(json.loads(partial.read_text())["types"]) == 1 and not path.exists()
@@ -52,26 +53,6 @@ def test_a_run_is_resumed_where_it_stopped(tmp_path, monkeypatch):
 def stop(now):
     if now:
         raise KeyboardInterrupt
-
-
-class OneByOne:
-    """A pool of this process."""
-
-    def __init__(self, jobs, mp_context, initializer):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def submit(self, function, *args):
-        from concurrent.futures import Future
-
-        future = Future()
-        future.set_result(function(*args))
-        return future
 
 
 def test_the_table_for_people_and_for_programs(capsys):

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from swap import moved, snapshot, tokenizer
 from training import FORMATS, arguments, dataset, lora_config, losses
 from transformers import TrainingArguments
@@ -41,8 +41,6 @@ VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 # id -> what the trainer is given, and what the one line says.
 CASES = {
     "prompt tuning": (lambda: {"peft_config": PromptTuningConfig(**VIRTUAL)}, "PromptTuningConfig cannot be packed"),
-    "prefix tuning": (lambda: {"peft_config": PrefixTuningConfig(**VIRTUAL)}, "PrefixTuningConfig cannot be packed"),
-    "p-tuning": (lambda: {"peft_config": PromptEncoderConfig(**VIRTUAL)}, "PromptEncoderConfig cannot be packed"),
     "a PeftModel": (lambda: {"model": get_peft_model(tiny.model(layers=2), PromptTuningConfig(**VIRTUAL))},
                     "PromptTuningConfig cannot be packed"),
     "a padding collator": (lambda: {"data_collator": DataCollatorForLanguageModeling(0), "train_dataset": TOKENIZED},

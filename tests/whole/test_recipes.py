@@ -14,7 +14,6 @@ import yaml
 from snippets import run_shortened
 from tiny_models import small_model
 from training import FORMATS, built_trainers, rows
-from transformers import AutoConfig
 
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
@@ -143,7 +142,7 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
         assert "adapter_model.safetensors" in saved
         names = {name.split(".")[-1] for name in adapted(trainer.model)}
         assert names and "out_proj" not in names and "lm_head" not in names
-        assert not any("vision" in name for name in adapted(trainer.model))
+        assert not any("lora" in name and "vision" in name for name, _ in trainer.model.named_parameters())
 
 
 @pytest.mark.parametrize("recipe", YAMLS, ids=lambda path: path.stem)
@@ -157,23 +156,12 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 
 def known_arguments(trainer):
-    return {
-        action.dest
-        for action in make_parser(classes_of(kind_of(["--trainer", trainer])), prog="trl-packfa train")._actions
-    }
-
-
-def test_composite_recipe_adapts_the_text_model_only(tmp_path):
-    config = written(RECIPES / "qlora_gemma3_4b.yaml")
-    (pattern,) = config["lora_target_modules"]
-    names = [name for name, _ in small_model("gemma3").named_modules()]
-    assert any(re.fullmatch(pattern, name) for name in names)
-    assert not any("vision" in name for name in names if re.fullmatch(pattern, name))
-    assert AutoConfig.for_model("gemma3").get_text_config().model_type == "gemma3_text"
+    parser = make_parser(classes_of(kind_of(["--trainer", trainer])), prog="trl-packfa train")
+    return {action.dest for action in parser._actions}
 
 
 @pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
-def test_launch_files_go_through_accelerates_own_parser(path, monkeypatch):
+def test_launch_files_go_through_accelerates_own_parser(path, tmp_path, monkeypatch):
     from accelerate.commands import launch
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -194,14 +182,8 @@ def test_launch_files_go_through_accelerates_own_parser(path, monkeypatch):
         assert str(parsed.fsdp_version) == "2"
     if kind.startswith("zero"):
         assert str(parsed.zero_stage) == kind[-1]
-
-
-def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):
-    """The negative control of the test above."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(LAUNCHES[0].read_text() + "num_procs: 8\n")
+    wrong = tmp_path / "wrong.yaml"  # the control
+    wrong.write_text(path.read_text() + "num_procs: 8\n")
     with pytest.raises(ValueError, match="num_procs"):
         load_config_from_file(str(wrong))
 

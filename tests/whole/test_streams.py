@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import exhaustive
 from torch.utils.data import DataLoader
 from training import arguments, dataset, losses, packed_trainer, trained
 from transformers import TrainerCallback
@@ -23,6 +24,14 @@ from trl_packfa.packing import BFD, MINIBATCH, WRAPPED, pack_buffer
 COUNT = 120
 ROWS = {"strategy": BFD, "max_length": 40}
 WAYS = {"documents": {}, "bfd": {**ROWS, "window": 30}, "wrapped": {**ROWS, "strategy": WRAPPED}}
+
+
+class EpochEnds(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
 
 
 def documents(count=COUNT):
@@ -41,9 +50,14 @@ def seen(batches):
     return Counter(d["input_ids"][0] for batch in batches for d in batch if d["input_ids"][0] < 1000)
 
 
+SHARED = [(1, 0, 2), (4, 0, 3), (4, 2, 2), (1, 2, 1), (3, 0, 1)]
+MORE = [(*reading, ranks) for reading in [(1, 0), (4, 0), (4, 2), (1, 2), (3, 0)] for ranks in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("shards", "workers"), [(1, 0), (4, 0), (4, 2), (1, 2), (3, 0)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("shards", "workers", "world_size"), [*SHARED, *exhaustive(*(case for case in MORE if case not in SHARED))]
+)
 def test_every_document_once_in_a_pass(way, shards, workers, world_size):
     """Read for at least three passes: ranks together have begun no document more often than the passes say."""
     times, taken = Counter(), 0
@@ -164,8 +178,10 @@ def from_file(rows):
     yield from rows
 
 
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "wrapped"])
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("strategy", "shuffled"), [
+    ("step", False), ("bfd", True), ("minibatch", True), ("wrapped", False),
+    *exhaustive(("step", True), ("bfd", False), ("minibatch", False), ("wrapped", True)),
+])  # fmt: skip
 def test_training_goes_on_in_a_later_pass(tmp_path, strategy, shuffled):
     """Six documents, four steps: the second pass is not the first one, and a resumed run is in it."""
 
@@ -185,21 +201,14 @@ def test_training_goes_on_in_a_later_pass(tmp_path, strategy, shuffled):
     assert epoch_ends(resumed) == [n for n in epoch_ends(whole) if n > 4]
 
 
-class EpochEnds(TrainerCallback):
-    def __init__(self):
-        self.steps = []
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.steps.append(state.global_step)
-
-
 def epoch_ends(trainer):
     (found,) = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EpochEnds)]
     return found.steps
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("strategy", ["padded", "step", "minibatch"])
+@pytest.mark.parametrize(("strategy", "workers"), [
+    ("padded", 0), ("step", 2), ("minibatch", 0), *exhaustive(("padded", 2), ("step", 0), ("minibatch", 2)),
+])  # fmt: skip
 def test_an_epoch_ends_with_a_pass(tmp_path, strategy, workers):
     """Evaluated and saved after each pass, as by TRL; a pass that ends inside a step ends the epoch with it."""
     options = {"max_steps": 9, "per_device_train_batch_size": 2, "eval_strategy": "epoch", "save_strategy": "epoch",
