@@ -2,6 +2,7 @@
 leave is tried on some."""
 
 import copy
+import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -329,3 +330,17 @@ def test_a_mask_is_made_only_for_modules_that_are_handed_one(monkeypatch):
     masked = {"attention_mask": empty_mask(layout, x.device, dtype=torch.float32)}
     assert torch.equal(per_document.run_by_document(mixer, (x,), masked, layout), x * 2)
     assert [tuple(shape) for shape, *_ in made] == [(300, 300), (5, 5)]
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_run_on_their_own_weights_and_are_unpatched_alone(clone):
+    model, docs = patch(tiny.model()), tiny.documents()
+    twin = clone(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    assert not torch.equal(forward(twin, docs).logits, forward(model, docs).logits)
+    alone = torch.cat([twin(input_ids=ids[None]).logits[0] for ids in docs])
+    assert_float32(forward(twin, docs).logits[0], alone)
+    unpatch(twin)
+    assert describe(model) != "not patched"

@@ -267,3 +267,15 @@ def test_training_calls_that_ask_for_a_cache_are_told(caplog):
     said = "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True), so they run with their pads. "
     said += "Set use_cache=False to train without them."
     assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [said]
+
+
+def test_calls_with_a_cache_and_generation_run_with_their_pads():
+    model, batch = tiny.model(), padded(tiny.documents(), "left")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**batch, **options)
+    asked = model(**batch, use_cache=True).logits
+    patch(model, unpad=True)
+    before = counted(model).calls
+    assert torch.equal(model.generate(**batch, **options), expected)
+    assert torch.equal(model(**batch, use_cache=True).logits, asked)
+    assert counted(model).calls == before
