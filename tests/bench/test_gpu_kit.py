@@ -14,10 +14,9 @@ import oracle
 import pytest
 import torch
 from battery import graphs_after_each_batch, patched_model
-from gpu import counting, model, parts, prepare, run, wanted
+from gpu import model, parts, prepare, run, wanted
 from pretended import pretend
 from tolerance import assert_low_precision, differs
-from torch._subclasses import FakeTensorMode
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from trl_packfa import PackedLayout
@@ -286,34 +285,6 @@ def test_the_predictions_are_those_of_this_code():
     (row,) = (row for row in rows if (row["configuration"], row["side"]) == ("8 B", "bfd"))
     assert row["operators"] == 32 * counts["operators_per_layer"] + counts["operators_outside"]
     assert row["host_waits"] == counts["host_syncs"]
-
-
-def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
-    """Half of the rate of either; a kernel that is one operator adds up what it moves, and temporaries are no peak."""
-    recorder = counting.Recorder([4])
-    with FakeTensorMode():
-        a, b = torch.empty(8, 128), torch.empty(128, 128)
-        recorder.follow((a, b))
-        before = recorder.live
-        with recorder:
-            out = a @ b
-            one = recorder.as_one(lambda x: (x * 2 + 3).sum(), lambda args, result: args)
-            one(out)
-            moved = lambda args, result: [args, result]  # noqa: E731
-            recorder.as_one(lambda x: x, moved, "dropout", lambda x: 2e9)(out)
-            view = out.view(-1)
-    product, fused, drawn, added = recorder.counted.operators
-    figures = (product.kind, product.flops, product.bytes)
-    assert figures == ("adapter product", 2 * 8 * 128 * 128, 4 * (1024 + 128**2 + 1024))
-    assert (fused.kind, fused.flops, fused.bytes) == ("fused", 0.0, 4 * 1024)
-    assert (drawn.kind, drawn.flops, drawn.bytes, added.flops, added.bytes) == ("dropout", 2e9, 4096, 0.0, 4096)
-    rates = {"products": product.flops / 3, "bandwidth": product.bytes / 2, "attention": (1.0, 1.0), "integers": 1e9}
-    device = counting.Device("x", **rates)
-    assert drawn.seconds(device) == 2.0
-    assert product.seconds(device) == 3.0 and fused.seconds(device) == 4096 * 2 / product.bytes
-    assert recorder.counted.peak_bytes == before + 4096 + 512
-    del out, view
-    assert recorder.live == before
 
 
 @pytest.fixture
