@@ -63,8 +63,8 @@ SECONDS = {
 }
 
 
-# The step that runs our Triton kernels alone. If one fails, the steps after it run torch's operators.
-KERNELS = "kernels"
+# The step that runs our Triton kernels alone. If one fails or hangs, the steps after it run torch's operators.
+KERNELS, _SHARE_OF_KERNELS = "kernels", 0.25  # of the command's time, at most
 TRITON = "TRL_PACKFA_TRITON"  # read by `kernels/devices.py`, which needs packages that are not unpacked yet
 # Tests whose trainers run on the GPU, each beside TRL's own trainer.
 _TRAINERS = [
@@ -256,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     variables, codes = environment(site), []
     for step in asked:
         left = given.limit - (time.monotonic() - began)
+        left = min(left, _SHARE_OF_KERNELS * given.limit) if step.name == KERNELS else left
         codes.append(run_step(step, out, variables, left) if left > 0 else 124)
         if step.name == KERNELS and codes[-1]:
             print(f"== the next steps run without our Triton kernels ({TRITON}=0)")

@@ -258,13 +258,17 @@ def test_results_go_where_the_machine_takes_them_from(tmp_path, monkeypatch):
     assert run.main(["first"]) == 0 and (tmp_path / "said.log").read_text() == "here\n"
 
 
-@pytest.mark.parametrize(("code", "printed"), [(1, "0"), (0, "None")], ids=["failed", "passed"])
-def test_steps_after_kernels_that_failed_run_torchs_operators(code, printed, tmp_path, monkeypatch, capsys):
-    steps = [["-c", f"raise SystemExit({code})"], ["-c", f"import os; print(os.environ.get('{devices.TRITON}'))"]]
+@pytest.mark.parametrize(
+    ("script", "code", "printed"),
+    [("raise SystemExit(1)", 1, "0"), ("import time; time.sleep(60)", 1, "0"), ("", 0, "None")],
+    ids=["failed", "hung", "passed"],
+)
+def test_steps_after_kernels_that_failed_run_torchs_operators(script, code, printed, tmp_path, monkeypatch, capsys):
+    steps = [["-c", script], ["-c", f"import os; print(os.environ.get('{devices.TRITON}'))"]]
     named = [run.Step(name, step) for name, step in zip((run.KERNELS, "next"), steps, strict=True)]
     monkeypatch.setattr(run, "stages", lambda on: {"first": named})
     monkeypatch.setattr(run, "unpack", lambda *args: None)
-    assert run.main(["first", "--out", str(tmp_path)]) == code
+    assert run.main(["first", "--out", str(tmp_path), "--limit", "20"]) == code
     assert (tmp_path / "next.log").read_text() == f"{printed}\n"
     assert (f"{devices.TRITON}=0" in capsys.readouterr().out) == bool(code)
 
