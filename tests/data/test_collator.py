@@ -132,7 +132,7 @@ def test_accelerate_may_dispatch_batches(tmp_path):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """What is locked and what is copied: a copy to the device that waits, or that is of pageable memory, fails."""
+    """Fail a copy to the device that waits, or that is of pageable memory."""
     locked, copied, to = set(), [], torch.Tensor.to
 
     def lock(self, device=None):

@@ -193,7 +193,7 @@ def of(labels):
 
 
 def test_documents_that_train_nothing_are_told_even_if_none_of_their_call_is_kept(caplog):
-    """What was dropped travels with a document that is kept: of these hundred none is."""
+    """Counts of dropped documents travel with a document that is kept: of these hundred none is."""
     with caplog.at_level(logging.WARNING):
         kept = list(cut_stream(of([-100] * 100 + [5, -100, 6]), max_length=8, overflow="truncate"))
     assert [document["labels"] for document in kept] == [[-100, 5, 5], [-100, 6, 6]]

@@ -77,7 +77,7 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
 
 
 def test_learned_positions_go_on_from_the_prefix():
-    """Of rows padded on the right: on the left, gpt2 and BART count from the pads on."""
+    """Rows are padded on the right: on the left, gpt2 and BART count from the pads on."""
     assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
     made = shared(small_model("bart"))
     assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)

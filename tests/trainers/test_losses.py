@@ -1,4 +1,4 @@
-"""What of a batch enters a loss besides its tokens: the padded run's, or refused; what an example counts."""
+"""Facts of a batch that enter a loss besides its tokens: the padded run's, or refused; weights of examples."""
 
 from functools import partial
 

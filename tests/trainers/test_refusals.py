@@ -1,5 +1,5 @@
-"""What the trainer refuses, each with one clear error, and what it only seems to. The table of requirements: how a row
-becomes an error, what a run knows."""
+"""Refusals of the trainer, each with one clear error, and what it only seems to refuse. The table of requirements: how
+a row becomes an error, what a run knows."""
 
 from functools import partial
 from types import SimpleNamespace

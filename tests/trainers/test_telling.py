@@ -1,4 +1,4 @@
-"""What a run tells: its rate, what packing saves, the verdict and the speed; on the model's card; of a batch."""
+"""Messages of a run: its rate, what packing saves, the verdict and the speed; on the model's card; of a batch."""
 
 import json
 import re
