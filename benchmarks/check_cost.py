@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import check, patch
-from trl_packfa.candidates import get_patch
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 
 WORDS = (1_600, 151_936, 262_144)
 
@@ -44,7 +45,7 @@ def row(name, dtype):
         model, fresh = small(int(name)), small(int(name))
     else:
         model, fresh = (AutoModelForCausalLM.from_pretrained(name, dtype=dtype) for _ in range(2))
-    apply_patch(model, get_patch(model))
+    apply_patch(Target.of(model), get_patch(model.config))
     checked, unpadded = seconds(check, model), seconds(patch, fresh, unpad=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return f"| {name} | {dtype} | {checked:.1f} | {unpadded:.2f} | {peak:.2f} GB |"

@@ -30,10 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 from trl_packfa import check
-from trl_packfa.candidates import get_patch
 from trl_packfa.patches.measured import results
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.bitsandbytes import unconverted
+from trl_packfa.patching.inspect import Target
 from trl_packfa.trainers.loading import READ_DIRECTLY
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
@@ -90,7 +91,7 @@ def measure(job):
     except Exception as error:  # the model's own code can raise anything in this precision
         return {**row, "verdict": "cannot run", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     try:
-        apply_patch(model, get_patch(model))
+        apply_patch(Target.of(model), get_patch(model.config))
         tokenizer = AutoTokenizer.from_pretrained(name) if os.path.isdir(name) and seed % 2 else None
         with context:
             report = check(model, seed=seed, processing_class=tokenizer)

@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 
+from transformers import PreTrainedConfig
+
 from ..errors import InvalidConfig, UnsupportedModel
 from .base import Patch
 from .measured import results
@@ -64,6 +66,18 @@ def register_patch(new: Patch) -> None:
 def registered_patches() -> dict[str, Patch]:
     """Return the patch of every model type that can be patched, in alphabetical order."""
     return dict(sorted(_table().items()))
+
+
+def get_patch(config: PreTrainedConfig) -> Patch:
+    """Return the patch for models with this config.
+
+    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
+    """
+    patch = get_patch_for_type(config.model_type)
+    # One type may need two patches: Falcon has rotary models and ALiBi models.
+    while patch.instead is not None and patch.instead.applies(config):
+        patch = patch.instead.patch
+    return patch
 
 
 def find_patch_for_type(name: str) -> Patch | None:

@@ -19,10 +19,11 @@ from support_matrix import rounded, versions_of, write
 from torch import nn
 
 from trl_packfa.adapters.table import EXACT, REFUSED, RESULTS, source_of, tuners
-from trl_packfa.candidates import get_patch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.data.collator import DataCollatorForPacking
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 
 _LENGTHS = (13, 1, 29, 7, 29, 90, 3, 11, 29, 19)
 _CHANGED = 4
@@ -77,7 +78,8 @@ def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: 
         alone, expected = _run(_adapted(build, noisy), [{"input_ids": ids[None]} for ids in docs])
         # A new model, because some tuners keep state from their first batch.
         model = _adapted(build, noisy)
-        apply_patch(model, get_patch(model), PatchOptions(**patching))
+        target = Target.of(model)
+        apply_patch(target, get_patch(target.inner.config), PatchOptions(**patching))
         packed, gradients = _run(model, [_batch(docs)])
         changed = [ids.flip(0) if number == _CHANGED else ids for number, ids in enumerate(docs)]
         moved, _ = _run(model, [_batch(changed)])

@@ -22,14 +22,14 @@ from packaging.version import Version
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 from trl_packfa import __version__
-from trl_packfa.candidates import get_patch
 from trl_packfa.checking import CheckReport, check
 from trl_packfa.data.collator import DataCollatorForPacking
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.patches.measured import RESULTS, fingerprint, interface_fingerprint
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
-from trl_packfa.patching.inspect import model_type
+from trl_packfa.patching.inspect import Target, model_type
 from trl_packfa.patching.state import find_state
 from trl_packfa.versions import installed_version
 
@@ -51,7 +51,7 @@ def measure_type(name: str) -> dict[str, Any]:
         found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
         found["unpatched"] = _unpatched(model)
         try:
-            apply_patch(model, get_patch(model))
+            apply_patch(Target.of(model), get_patch(model.config))
         except UnsupportedModel as error:
             return {**found, "verdict": "refused", "why": _REFUSED.get(name, str(error).splitlines()[0])}
         try:

@@ -12,7 +12,7 @@ from .adapters import verdicts_on
 from .candidates import apply_first_exact
 from .config.options import PatchOptions
 from .kernels.lm_head.chunked import undo_head
-from .patching import inspect
+from .patching.inspect import Target, inner_model
 from .patching.state import all_or_none, find_state, is_patched_with, restore_patch, undo_patch
 from .versions import tell_of_newer_versions
 
@@ -68,18 +68,15 @@ def patch(
     """
     tell_of_newer_versions()
     options = PatchOptions(backend, fused_kernels, unpad, share_prefixes)
-    target = inspect.runnable(model)
-    name = inspect.model_type(target)
-    verdicts = verdicts_on(target)  # before any change, so that a refused model stays as it was
-    if is_patched_with(target, options, verdicts.kinds):
+    target = Target.of(model)
+    verdicts = verdicts_on(target.model)  # before any change, so that a refused model stays as it was
+    if is_patched_with(target.model, options, verdicts.kinds):
         return model
-    with all_or_none([target]):
-        # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
-        undo_patch(target)
-        state = apply_first_exact(target, name, options, verdicts.unmeasured)
+    with all_or_none([target.model]):
+        state = apply_first_exact(target, options, verdicts.unmeasured)
         state.adapter_kinds = verdicts.kinds
     if state.unpadding is not None and state.unpadding.sharing is not None:
-        state.unpadding.sharing.warn_of_refusal(target)
+        state.unpadding.sharing.warn_of_refusal(target.model)
     return model
 
 
@@ -90,7 +87,7 @@ def unpatch(model: Model) -> Model:
     """
     undo_patch(model)
     # A `PackedSFTTrainer` replaces the LM head before it patches the model, so the patch is undone first.
-    undo_head(inspect.inner_model(model))
+    undo_head(inner_model(model))
     return model
 
 

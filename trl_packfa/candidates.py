@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .checking import check, check_identity, check_unpadding
 from .config.options import PatchOptions
 from .errors import TRAIN_PADDED, ContaminationError, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from .patches.base import DocumentPatch, GroupsPatch, InterfacePatch, Patch, StackPatch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patches.registry import get_patch_for_type
-from .patching import inspect
+from .patches.registry import get_patch
 from .patching.apply import apply_patch
-from .patching.state import PatchState, undo_patch
+from .patching.inspect import Target
+from .patching.state import PatchState
 from .versions import installed_version, newer_than_tested
 
 logger = logging.getLogger(__name__)
@@ -46,55 +47,43 @@ class _Candidate(NamedTuple):
     on_failure: str = ""
 
 
-def get_patch(model: nn.Module) -> Patch:
-    """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
-
-    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
-    """
-    patch = get_patch_for_type(inspect.model_type(model))
-    # One type may need two patches: Falcon has rotary models and ALiBi models.
-    while patch.instead is not None and patch.instead.applies(inspect.model_config(model)):
-        patch = patch.instead.patch
-    return patch
-
-
-def _get_decoder_patch(decoder: nn.Module) -> Patch:
+def _get_decoder_patch(decoder: PreTrainedModel) -> Patch:
     """Return the patch for the text decoder of a model with images or sounds."""
     try:
-        found = get_patch(decoder)
+        found = get_patch(decoder.config)
     except UnsupportedModel:
-        found = InterfacePatch(model_types=(inspect.model_type(decoder),))
+        found = InterfacePatch(model_types=(decoder.config.model_type,))
     return replace(found, backbone=type(decoder).__name__)
 
 
 def _list_candidates(
-    model: nn.Module, name: str, added: Sequence[str], *, unpad: bool
+    target: Target, added: Sequence[str], *, unpad: bool
 ) -> tuple[list[_Candidate], UnsupportedModel | None]:
-    """List the patches to try on a model of this type, and the error that says why its type has none."""
-    code = f"{type(model).__name__}'s code"
+    """List the patches to try on a model, and the error that says why its type has none."""
+    name, config, code = target.type, target.inner.config, f"{type(target.model).__name__}'s code"
     found: list[_Candidate] = []
-    decoder = inspect.text_decoder(model) if unpad else None
-    if decoder is not None:
+    if unpad and target.decoder is not None:
         # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(_get_decoder_patch(decoder), code, on_failure=failed))
+        found.append(_Candidate(_get_decoder_patch(target.decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
     stack, groups = StackPatch(model_types=(name,)), GroupsPatch(model_types=(name,))
-    if inspect.inner_model(model).config.is_encoder_decoder:
+    if config.is_encoder_decoder:
         # A patch of its type is for its decoder as a causal model. Whole rows in groups see the model's own masks.
         refusal = UnsupportedModel(
-            f"{type(inspect.inner_model(model)).__name__} has an encoder and a decoder.",
+            f"{target.class_name} has an encoder and a decoder.",
             do="Train an encoder-decoder model padded.",
         )
         return [_Candidate(groups, code)] if unpad else [], refusal
-    if unpad and decoder is None and inspect.attends_both_ways(model):  # a patch of its type is for its causal models
+    if unpad and target.decoder is None and target.attends_both_ways:  # a patch of its type is for its causal models
         refusal = UnsupportedModel(
-            f"{type(model).__name__} attends in both directions.", do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}."
+            f"{type(target.model).__name__} attends in both directions.",
+            do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
         )
         return [_Candidate(patch, code) for patch in (stack, groups)], refusal
     try:
-        patch = get_patch(model)
+        patch = get_patch(config)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `document` runs the whole backbone document by document, which is exact
@@ -106,7 +95,7 @@ def _list_candidates(
                 found.append(_Candidate(patch, code, on_success=said + slow))
         return found, refusal
     # Our tables hold no measurement of a third party's patch.
-    is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
+    is_known = patch.origin == "trl_packfa" and fingerprint(target.model) in known_sources().get(name, ())
     # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
     unmeasured = [*([] if is_known else [code]), *added, *newer_than_tested()]
     may_not_fit = not is_known and patch.origin == "trl_packfa"
@@ -114,21 +103,20 @@ def _list_candidates(
     return found, None
 
 
-def apply_first_exact(model: nn.Module, name: str, options: PatchOptions, added: Sequence[str]) -> PatchState:
-    """Patch a model of this type with the first candidate that is trusted, or that the check finds exact on it.
+def apply_first_exact(target: Target, options: PatchOptions, added: Sequence[str]) -> PatchState:
+    """Patch a model with the first candidate that is trusted, or that the check finds exact on it.
 
     `added` are the model's adapters and quantizers that nobody has measured: with one, no patch is trusted. The
     errors are those of [`trl_packfa.patch`].
     """
-    candidates, refusal = _list_candidates(model, name, added, unpad=options.unpad)
+    candidates, refusal = _list_candidates(target, added, unpad=options.unpad)
     tried = []
     for candidate in candidates:
         try:
-            state = _apply(model, name, candidate, options)
+            state = _apply(target, candidate, options)
         except Exception as error:  # unknown code may raise anything
             if candidate.is_final or is_out_of_memory(error):
                 raise  # the candidate is not at fault, so the next one is not tried
-            undo_patch(model)
             tried.append(f"level {candidate.patch.level}: {first_line(error)}")
             if candidate.on_failure:
                 logger.info(candidate.on_failure, error)
@@ -136,31 +124,31 @@ def apply_first_exact(model: nn.Module, name: str, options: PatchOptions, added:
         if candidate.on_success:
             logger.warning(candidate.on_success)
         if options.unpad and state.unpadding_report is None:
-            _require_unpadded(model, state)
+            _require_unpadded(target.model, state)
         return state
     assert refusal is not None, "the patch of a known type is final"
-    if not tried or results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
+    if not tried or results().get(target.type, {}).get("verdict") == "refused":  # measured before: no level is exact
         raise refusal
     raise UnsupportedModel(
-        f"no patch is exact on this {type(inspect.inner_model(model)).__name__} (model type '{name}').",
+        f"no patch is exact on this {target.class_name} (model type '{target.type}').",
         why=[refusal.what.removesuffix("."), *refusal.why, *tried],
         do=refusal.do,
     )
 
 
-def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOptions) -> PatchState:
+def _apply(target: Target, candidate: _Candidate, options: PatchOptions) -> PatchState:
     """Apply a candidate, and check the model if it has not been measured."""
-    is_users = candidate.is_final and (candidate.patch.origin != "trl_packfa" or name not in results())
+    is_users = candidate.is_final and (candidate.patch.origin != "trl_packfa" or target.type not in results())
     try:
-        state = apply_patch(model, candidate.patch, options)
+        state = apply_patch(target, candidate.patch, options)
     except (UnsupportedModel, AttributeError) as error:
         if is_users:
-            raise _misfit(model, name, error) from error
+            raise _misfit(target, error) from error
         if not candidate.may_not_fit:
             raise
-        tested = measured_transformers()
+        tested, installed = measured_transformers(), installed_version("transformers")
         raise UnsupportedModel(
-            f"the patch for '{name}' does not fit its code in transformers {installed_version('transformers')}.",
+            f"the patch for '{target.type}' does not fit its code in transformers {installed}.",
             why=[first_line(error), f"it was tested with transformers {', '.join(tested)}"],
             do=f"Install transformers {tested[-1]}, or report it.",
         ) from error
@@ -172,18 +160,18 @@ def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOpt
                 "trl-packfa: %s has not been measured under packing: checking this model first.", candidate.unmeasured
             )
         try:
-            _require_exact(model, state)
+            _require_exact(target.model, state)
         except Exception as error:  # the functions of a user's patch may raise anything
             if not is_users or isinstance(error, PackingError) or is_out_of_memory(error):
                 raise
-            raise _misfit(model, name, error) from error
+            raise _misfit(target, error) from error
     return state
 
 
-def _misfit(model: nn.Module, name: str, error: Exception) -> UnsupportedModel:
+def _misfit(target: Target, error: Exception) -> UnsupportedModel:
     """Return the error of a user's patch that does not fit the model's code."""
     return UnsupportedModel(
-        f"the patch that was registered for '{name}' does not fit {type(inspect.inner_model(model)).__name__}.",
+        f"the patch that was registered for '{target.type}' does not fit {target.class_name}.",
         why=[first_line(error)],
         do="Correct its fields. Where an AttentionPatch names no `arguments`, a module's `scaling` is read; where it "
         "names no `output` and `finish`, its `o_proj` is called, and the result is `(output, None)`.",

@@ -21,9 +21,10 @@ from trl import SFTConfig
 from trl_packfa import candidates, check, padding_free, patch
 from trl_packfa.adapters import verdicts
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
-from trl_packfa.candidates import get_patch
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INT8_WITHOUT_OUTLIERS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -50,7 +51,7 @@ def logits(model):
     """Packed and alone, as evaluation computes them."""
     docs = tiny.documents()
     alone = torch.cat([model(input_ids=ids[None]).logits[0] for ids in docs])
-    apply_patch(model, get_patch(model))
+    apply_patch(Target.of(model), get_patch(model.config))
     return model(**tiny.batch(docs)).logits[0], alone
 
 

@@ -11,14 +11,15 @@ from tolerance import VISIBLE
 
 from trl_packfa import check, patch, unpatch
 from trl_packfa.attention.sdpa import SdpaBackend
-from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, engine, subject, unpadding
 from trl_packfa.checking.compare import largest, share
 from trl_packfa.checking.probe import Probe
 from trl_packfa.comparison import Comparison
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)], ids=["bf16", "fp32"])
@@ -178,7 +179,7 @@ def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_
     monkeypatch.setattr(unpadding, "compare", lambda *args: before.append(len(drawn)) or compare(*args))
     monkeypatch.setattr(engine, "_judged", at_first)
     model = tiny.model(layers=1)
-    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
+    apply_patch(Target.of(model), get_patch(model.config), PatchOptions(unpad=True))
     report = check_unpadding(model)
     assert before[:2] == [0, draws]
     if draws > 1:

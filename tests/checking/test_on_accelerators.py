@@ -21,7 +21,6 @@ from trl_packfa.checking.runs import Arrangement
 from trl_packfa.comparison import TOLERANCES
 from trl_packfa.errors import ContaminationError
 from trl_packfa.patching.inspect import max_positions
-from trl_packfa.patching.parts import find_backbone
 from trl_packfa.patching.state import find_state
 
 MODEL = {"layers": 2, "max_position_embeddings": 1024}
@@ -59,7 +58,7 @@ def test_no_document_is_longer_than_a_table_of_positions(model_type, monkeypatch
     """Nor the padding after the documents of a row: on CUDA a position beyond the table ends the process."""
     monkeypatch.setattr(measure, "_has_tiles", lambda device: True)
     model = patch(small_model(model_type))
-    assert max_positions(find_backbone(model, find_state(model).patch)) == 256
+    assert max_positions(find_state(model).parts.backbone) == 256
     report = check(model)
     assert report.is_exact and max(report.lengths) == 256, str(report)
     rows = Arrangement.of_rows((5, 3, 4), ((0, 1, 2), (1,), (2,)), torch.device("cpu")).layout

@@ -10,7 +10,6 @@ from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
 from trl_packfa.attention import dispatch
-from trl_packfa.candidates import get_patch
 from trl_packfa.checking import check_unpadding, depth
 from trl_packfa.checking.unpadding import PaddedProbe
 from trl_packfa.config.options import PatchOptions
@@ -18,7 +17,9 @@ from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.layout.shared_prefix import TokenGather
+from trl_packfa.patches.registry import get_patch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 from trl_packfa.patching.rotary import RotaryOverride
 from trl_packfa.patching.state import find_state
 
@@ -130,7 +131,7 @@ def test_a_model_without_power_is_said_to_have_none(shared):
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             torch.nn.init.zeros_(parameter)
-    apply_patch(model, get_patch(model), PatchOptions(unpad=True, share_prefixes=shared))
+    apply_patch(Target.of(model), get_patch(model.config), PatchOptions(unpad=True, share_prefixes=shared))
     report = check_unpadding(model)
     assert report.verdict == "no power"
     assert not report["sharing control" if shared else "unpadding control"].holds

@@ -18,14 +18,14 @@ from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, describe, patch, patched, unpatch
-from trl_packfa.candidates import get_patch
 from trl_packfa.errors import NoBackend, PackingError
 from trl_packfa.layout.call_context import empty_mask
 from trl_packfa.override import override_in
 from trl_packfa.patches.base import AttentionPatch
-from trl_packfa.patches.registry import registered_patches
+from trl_packfa.patches.registry import get_patch, registered_patches
 from trl_packfa.patching import per_document
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 from trl_packfa.patching.packed_attention import masked_by_choice
 from trl_packfa.patching.state import find_state
 
@@ -253,7 +253,7 @@ def test_overrides_of_norms_are_put_on_models_that_liger_may_run_only(monkeypatc
     pretend_liger(monkeypatch)
 
     def overridden(model):
-        state = apply_patch(model, get_patch(model))
+        state = apply_patch(Target.of(model), get_patch(model.config))
         return Counter(type(override_in(module)).__name__ for module, slot, *_ in state.edits)
 
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
@@ -273,14 +273,15 @@ def test_chosen_keys_hide_what_comes_later_where_transformers_leaves_the_mask_ou
 
 def test_a_patch_that_makes_two_dtypes_says_so():
     model = tiny.model(layers=1).to(torch.bfloat16)
-    own = get_patch(model).attention["LlamaAttention"]
+    own = get_patch(model.config).attention["LlamaAttention"]
 
     def qkv(module, hidden_states, position_embeddings):
         query, key, value = own(module, hidden_states, position_embeddings)
         return query.float(), key.float(), value
 
     apply_patch(
-        model, AttentionPatch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv})
+        Target.of(model),
+        AttentionPatch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}),
     )
     batch = tiny.batch([torch.arange(1, 5), torch.arange(5, 9)])
     with pytest.raises(PackingError, match=r"query, key and value of different dtypes: torch.float32, torch.float32"):

@@ -10,7 +10,6 @@ from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 import trl_packfa
 from trl_packfa import describe, patch, register_patch, unpatch
-from trl_packfa.candidates import get_patch
 from trl_packfa.config.options import PatchOptions
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patches import registry
@@ -24,8 +23,9 @@ from trl_packfa.patches.base import (
     ModulePatch,
     StackPatch,
 )
-from trl_packfa.patches.registry import registered_patches
+from trl_packfa.patches.registry import get_patch, registered_patches
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 from trl_packfa.patching.state import find_state
 
 
@@ -89,7 +89,7 @@ def test_patched_model_is_copied_pickled_and_saved(model_type, tmp_path):
         return torch.load(tmp_path / "model.pt", weights_only=False)
 
     model = small_model(model_type)
-    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
+    apply_patch(Target.of(model), get_patch(model.config), PatchOptions(unpad=True))
     packed = tiny.batch(tiny.documents())
     ids = {"input_ids": tiny.documents()[0][None], "use_cache": False}
     expected, alone = model(**packed).logits, model(**ids).logits
@@ -182,6 +182,6 @@ def test_a_model_whose_config_another_patch_is_for_gets_that_patch(fresh_registr
     register_patch(mine)
     model = tiny.model()
     model.config.model_type = "mine"
-    assert get_patch(model) is mine
+    assert get_patch(model.config) is mine
     model.config.hidden_act = "gelu"
-    assert get_patch(model) is other
+    assert get_patch(model.config) is other

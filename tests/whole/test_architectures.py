@@ -25,6 +25,7 @@ from trl_packfa.patches.base import InterfacePatch
 from trl_packfa.patches.measured import fingerprint, results
 from trl_packfa.patches.registry import registered_patches
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import Target
 from trl_packfa.versions import installed_version
 
 TRANSFORMERS = installed_version("transformers")
@@ -167,7 +168,7 @@ def test_a_window_that_only_the_mask_knows_is_refused():
     config = PhimoeConfig(vocab_size=97, num_hidden_layers=1, num_local_experts=2, sliding_window=4, **sizes)
     model = PhimoeForCausalLM(config)
     with pytest.raises(UnsupportedModel, match="limits attention to 4 tokens through its mask alone"):
-        apply_patch(model, InterfacePatch(model_types=("phimoe",)))
+        apply_patch(Target.of(model), InterfacePatch(model_types=("phimoe",)))
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -24,7 +24,6 @@ from ..override import attributes_set
 from ..parallel.zero3 import gradients_taken, whole_size
 from ..patching.by_name import NAME, named_state, runs_by_name
 from ..patching.inspect import max_positions, model_type
-from ..patching.parts import find_backbone
 from ..patching.state import find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import relative_difference
@@ -110,7 +109,7 @@ def check(
     # Prefixes change with the documents that are replaced, and rounding with them: `check_unpadding` measures them.
     alone = [] if state.unpadding is None else [(state.unpadding, "sharing", None)]
     with gradients_taken(model) as gradient_parts, torch.enable_grad(), attributes_set(alone):
-        most = max_positions(find_backbone(model, state.patch))
+        most = max_positions(state.parts.backbone)
         lengths = long_lengths(state.parts.windows, most, tiled=_has_tiles(device_of(model)))
         drawn = draw_documents(lengths, known, vocabulary, seed)
         add_templates(*drawn, special_tokens(model, vocabulary), seed)

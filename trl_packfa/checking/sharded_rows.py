@@ -21,7 +21,6 @@ from ..layout.shard import RowShard
 from ..parallel.sequence_parallel import ShardedRowModel
 from ..parallel.zero3 import gradients_taken
 from ..patching.inspect import max_positions
-from ..patching.parts import find_backbone
 from ..patching.state import find_state
 from .documents import draw_documents, known_tokens
 from .engine import compare
@@ -52,7 +51,7 @@ def check_sharded_row(
         model = model.module
     state, shard = find_state(model), RowShard.of(group)
     assert state is not None
-    most, vocabulary = max_positions(find_backbone(model, state.patch)), vocabulary_of(model)
+    most, vocabulary = max_positions(state.parts.backbone), vocabulary_of(model)
     lengths = [min(length, most or length) for length in LENGTHS]
     tokens, _ = draw_documents(lengths, known_tokens(documents, None, vocabulary), vocabulary, seed)
     examples = [{"input_ids": ids.tolist()} for ids in tokens]

@@ -33,7 +33,6 @@ from ..memory import return_freed_memory
 from ..override import set_inside
 from ..parallel.zero3 import gradients_taken
 from ..patching.inspect import forward_takes, inner_model, known_ids, max_positions
-from ..patching.parts import find_backbone
 from ..patching.state import find_state
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
@@ -98,7 +97,7 @@ def check_unpadding(
         # The check's losses may read pads: pooling of a first column does in rows padded on the left.
         set_inside(state.unpadding, guards=False, takes_left=True),
     ):
-        subject, most = Subject(model, state, parts), max_positions(find_backbone(model, state.patch))
+        subject, most = Subject(model, state, parts), max_positions(state.parts.backbone)
         lengths = [min(length, most or length) for length in _LENGTHS]
         tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
         probe = PaddedProbe(subject, tokens, seed)
@@ -172,7 +171,7 @@ def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> tuple[
     """
     state = subject.state
     assert state.unpadding is not None
-    most = max_positions(find_backbone(subject.model, state.patch))
+    most = max_positions(state.parts.backbone)
     sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
     if sharing is None or sharing.refusal or (room is not None and room < 1):
         return ()
@@ -208,7 +207,7 @@ class PaddedProbe:
         assert state.unpadding is not None
         self.unpadding, self.device = state.unpadding, device_of(subject.model)
         inner = inner_model(self.model)
-        most = max_positions(find_backbone(self.model, state.patch))
+        most = max_positions(state.parts.backbone)
         pad = getattr(inner.config.get_text_config(), "pad_token_id", None)
         if pad is None and type(inner).__name__.endswith("ForSequenceClassification"):
             raise UnsupportedModel(

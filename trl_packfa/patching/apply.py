@@ -23,26 +23,30 @@ from .attention_interface import mask_edits, require_registered
 from .bitsandbytes import conversion_edits
 from .cross_attention import ARGUMENTS, cross_attention_of
 from .forwards import outer_overrides
-from .inspect import inner_model, model_type
+from .inspect import Target
 from .mixers import inner_overrides
 from .parts import find_parts
 from .rotary import depends_on_length
-from .state import SLOT, PatchState, find_state
+from .state import SLOT, PatchState, find_state, undo_patch
 from .unpadding import Sharing, Unpadding
 
 
-def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
+def apply_patch(target: Target, patch: Patch, options: PatchOptions | None = None) -> PatchState:
     """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
+
+    An earlier patch has other options, lacks a new adapter, or was not exact. It is undone completely, so that edits
+    never add up.
 
     Raise [`UnsupportedModel`] if the modules that the patch names are not there, or attend in both directions. Raise
     [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
     require_registered()
-    backends, parts, inner = BackendChoice(options.backend), find_parts(model, patch), inner_model(model)
+    undo_patch(target.model)
+    backends, parts, model = BackendChoice(options.backend), find_parts(target, patch), target.model
     if isinstance(patch, DocumentPatch) and options.backend != "auto":
         raise NoBackend(
-            f"attention backend '{options.backend}' cannot serve model type '{model_type(model)}'.",
+            f"attention backend '{options.backend}' cannot serve model type '{target.type}'.",
             why=["its backbone runs document by document, with the model's own attention (level document)"],
             do="Pass backend='auto' (trainers: attention_backend='auto'), and choose the model's attn_implementation.",
         )
@@ -62,8 +66,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     for module in (parts.backbone, *parts.mixers.values()):
         require_in_packed_rows(module, by_document=isinstance(patch, DocumentPatch) or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
-    planned = [*attention_edits(state), *mask_edits(inner, state), *conversion_edits(model)]
-    overrides = [*outer_overrides(inner, state), *inner_overrides(state)]
+    planned = [*attention_edits(state), *mask_edits(target.inner, state), *conversion_edits(model)]
+    overrides = [*outer_overrides(target.inner, state), *inner_overrides(state)]
     if not isinstance(patch, EncoderPatch):
         overrides += activated_overrides(model)
     planned += [override.as_edit() for override in overrides]

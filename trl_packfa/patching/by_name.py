@@ -30,7 +30,7 @@ from ..layout.call_context import FLASH_KEYS, PackedCall, current_call, empty_ma
 from ..layout.from_call import layout_of
 from ..patches.base import OWN_ATTENTION, DocumentPatch, FunctionPatch, Heads, InterfacePatch, Patch
 from ..patches.registry import find_patch_for_type
-from .inspect import inner_model, is_causal, model_type
+from .inspect import Target, inner_model, is_causal, model_type
 from .mask_rules import sees_ahead, sees_back
 from .packed_attention import InterfaceOptions, attend_by_options, eager_attention
 from .parts import find_parts
@@ -71,7 +71,7 @@ def named_state(model: nn.Module) -> PatchState:
     window = named_options(config.get_text_config().model_type).window
     patch = InterfacePatch(model_types=(model_type(model),), window=window)
     options = PatchOptions(CHOSEN.backends.name, fused_kernels=False)
-    return PatchState(patch, options, CHOSEN.backends, find_parts(model, patch))
+    return PatchState(patch, options, CHOSEN.backends, find_parts(Target.of(model), patch))
 
 
 def named_options(model_type: str, *, passes_positions: bool = True) -> InterfaceOptions:

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -16,7 +16,48 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModel
 from ..parallel.zero3 import whole_shape
 
-Model = TypeVar("Model", bound=nn.Module)
+
+class Target(NamedTuple):
+    """A model to patch, and what is read of it once, before any change."""
+
+    model: nn.Module  # takes a batch by name
+    inner: PreTrainedModel  # the outermost transformers model in it
+    decoder: PreTrainedModel | None  # the text decoder, if `inner` also has encoders of images or sounds
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Target:
+        """Look at a model; raise [`UnsupportedModel`] if there is no transformers model in it."""
+        if isinstance(model, nn.Sequential):
+            # sentence-transformers: its models are sequences of modules that take a dictionary of features.
+            wrapped = (module for module in model.modules() if isinstance(module, (PeftModel, PreTrainedModel)))
+            model = next(wrapped, model)
+        return cls(model, inner_model(model), text_decoder(model))
+
+    @property
+    def type(self) -> str:
+        """`config.model_type` of the transformers model."""
+        return self.inner.config.model_type
+
+    @property
+    def class_name(self) -> str:
+        """Name of the transformers model's class."""
+        return type(self.inner).__name__
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether the model says that its attention sees later tokens, as that of an encoder does.
+
+        A model may say nothing and ask for such a mask all the same; the check finds that.
+        """
+        inner = self.inner
+        if inner.config.is_encoder_decoder:
+            return False
+        own = [m for name, m in inner.named_modules() if uses_interface(m) and not is_elsewhere(name, m)]
+        if not own:  # some types are encoders unless their config says that they are decoders
+            is_lm = self.class_name.endswith(("ForCausalLM", "LMHeadModel"))
+            says = [getattr(inner.config, name, None) for name in ("is_decoder", "causal")]  # `causal` is XLM's
+            return False in says and True not in says and not (is_lm and says[1] is None)
+        return not any(map(is_causal, own))
 
 
 def model_type(model: nn.Module) -> str:
@@ -47,17 +88,6 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
             do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
         )
     return inner
-
-
-def runnable(model: Model) -> Model | PreTrainedModel:
-    """Return the part of a model that takes a batch by name: in sentence-transformers, the transformers model inside.
-
-    Its own models are sequences of modules that take a dictionary of features.
-    """
-    if not isinstance(model, nn.Sequential):
-        return model
-    wrapped = (module for module in model.modules() if isinstance(module, (PeftModel, PreTrainedModel)))
-    return next(wrapped, model)  # type: ignore[return-value]  # a `PeftModel` has the transformers model's attributes
 
 
 def text_decoder(model: nn.Module) -> PreTrainedModel | None:
@@ -115,22 +145,6 @@ def is_causal(module: Any, option: bool | None = None) -> bool:
     if option is not None:
         return option
     return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
-
-
-def attends_both_ways(model: nn.Module) -> bool:
-    """Tell whether a model says that its attention sees later tokens, as that of an encoder does.
-
-    A model may say nothing and ask for such a mask all the same; the check finds that.
-    """
-    inner = inner_model(model)
-    if inner.config.is_encoder_decoder:
-        return False
-    own = [m for name, m in inner.named_modules() if uses_interface(m) and not is_elsewhere(name, m)]
-    if not own:  # some types are encoders unless their config says that they are decoders
-        is_lm = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        says = [getattr(inner.config, name, None) for name in ("is_decoder", "causal")]  # `causal` is XLM's
-        return False in says and True not in says and not (is_lm and says[1] is None)
-    return not any(map(is_causal, own))
 
 
 # Words in the names of modules that do not attend to the text's own tokens. Not `VisionText`: the text part of a model

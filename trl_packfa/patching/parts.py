@@ -23,7 +23,7 @@ from ..patches.base import (
     Patch,
     StackPatch,
 )
-from .inspect import class_names, inner_model, is_causal, is_elsewhere, model_type, text_decoder, uses_interface
+from .inspect import Target, class_names, is_causal, is_elsewhere, uses_interface
 
 # What to do about a patch that does not fit, by whether it is ours.
 _WHOSE = {True: "If transformers changed this architecture, please report it.", False: "Correct the patch's fields."}
@@ -42,14 +42,14 @@ class ModelParts(NamedTuple):
     padded_only: bool  # whether the model gets no packed rows: an encoder, a classifier, or no LM head
 
 
-def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
+def find_parts(target: Target, patch: Patch) -> ModelParts:
     """Return the modules of a model that a patch works on.
 
     Raise [`UnsupportedModel`] if modules that the patch names are not there, attend in both directions, or get a
     window through their mask alone.
     """
-    inner, backbone = inner_model(model), find_backbone(model, patch)
-    takes_images, is_stack = backbone is text_decoder(model), isinstance(patch, StackPatch)
+    backbone = _find_backbone(target, patch)
+    takes_images, is_stack = backbone is target.decoder, isinstance(patch, StackPatch)
     attention = _find_attention(backbone, patch, by_mask=takes_images or is_stack)
     return ModelParts(
         backbone,
@@ -58,7 +58,7 @@ def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
         _find_by_class(backbone, patch.run_by_document),
         _find_stack(backbone, attention) if is_stack else backbone,
         takes_images,
-        padded_only=isinstance(patch, EncoderPatch) or inner.get_output_embeddings() is None,
+        padded_only=isinstance(patch, EncoderPatch) or target.inner.get_output_embeddings() is None,
     )
 
 
@@ -73,23 +73,23 @@ def _find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.M
     return backbone
 
 
-def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
+def _find_backbone(target: Target, patch: Patch) -> nn.Module:
     """Return the module that runs the decoder stack.
 
     Raise [`UnsupportedModel`] if the class that the patch names is missing, or there are several modules of it.
     """
     if patch.backbone is None:
-        inner: Any = inner_model(model)
+        inner: Any = target.inner
         base: Any = inner.base_model
         if base is inner:  # a causal LM whose prefix names something else (llama4_text)
             base = getattr(inner, "model", inner)
         # Some base models only wrap a decoder, and the causal LM calls the decoder itself (OPT, encoder-decoders).
         return base.decoder if hasattr(base, "decoder") and not hasattr(base, "encoder") else base
-    found = [module for module in model.modules() if patch.backbone in class_names(module)]
+    found = [module for module in target.model.modules() if patch.backbone in class_names(module)]
     if len(found) != 1:
         raise UnsupportedModel(
-            f"the patch for '{model_type(model)}' expects one {patch.backbone}, found {len(found)} in "
-            f"{type(model).__name__}.",
+            f"the patch for '{target.type}' expects one {patch.backbone}, found {len(found)} in "
+            f"{type(target.model).__name__}.",
             do=f"Patch the causal LM itself. {_WHOSE[patch.origin == 'trl_packfa']}",
         )
     return found[0]
