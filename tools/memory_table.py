@@ -1,7 +1,7 @@
 """Print the table of GPU memory by model and method: `python tools/memory_table.py`. It is an estimate, not measured.
 
 Llama's shapes, micro-batches of 8,192 tokens, bfloat16 (full fine-tuning: float32 weights under autocast), AdamW, LoRA
-of rank 16 on all linear layers; the estimate is that of `trl_packfa/trainers/sft/memory.py`, with its slack.
+of rank 16 on all linear layers; the estimate is that of `trl_packfa/plan/memory.py`, with its slack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.presets import preset_config
-from trl_packfa.trainers.sft.memory import estimate, shape_of
+from trl_packfa.plan.memory import estimate, shape_of
 
 TOKENS = 8192
 MODELS = {"1 B": "llama-3.2-1b", "3 B": "llama-3.2-3b", "8 B": "llama-3-8b"}

@@ -11,7 +11,7 @@ from training import FORMATS, built_trainers
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
 from trl_packfa.data import files
-from trl_packfa.trainers.sft import script
+from trl_packfa.scripts import train as script
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
 PAIRS = [{"prompt": "a b ", "chosen": tiny.words(n, seed=n), "rejected": tiny.words(3, seed=n)} for n in range(1, 9)]

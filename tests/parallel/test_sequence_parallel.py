@@ -27,9 +27,9 @@ from trl_packfa.layout.shard import RowShard
 from trl_packfa.parallel import sequence_parallel
 from trl_packfa.parallel.ranks import RowGroups, refuse_short_rows, share_rows
 from trl_packfa.parallel.trainer import ShardedRowsTrainer
+from trl_packfa.plan.memory import estimate, shape_of, shared_by
 from trl_packfa.trainers.requirements.built import PATCHED
 from trl_packfa.trainers.requirements.training import Training
-from trl_packfa.trainers.sft.memory import estimate, shape_of, shared_by
 
 
 def experts(model):

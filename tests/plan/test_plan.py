@@ -19,9 +19,9 @@ from trl_packfa.data.batching import Batching
 from trl_packfa.data.epoch_plan import plan_epoch
 from trl_packfa.packing import BFD, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, TrainedTokens, plan_overflow
 from trl_packfa.plan.gather import Source, read_documents
+from trl_packfa.plan.memory import estimate
 from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, print_tables, tables
-from trl_packfa.trainers.sft.memory import estimate
 
 pytest.importorskip("matplotlib")
 

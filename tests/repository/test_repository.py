@@ -25,8 +25,8 @@ from trl_packfa.attention import BACKENDS
 from trl_packfa.cli.train import kind_of
 from trl_packfa.patches import PATCHES
 from trl_packfa.patches.measured import composites, encoders, results, training
-from trl_packfa.trainers.parsing import make_parser
-from trl_packfa.trainers.sft.script import classes_of
+from trl_packfa.scripts.parsing import make_parser
+from trl_packfa.scripts.train import classes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
@@ -38,9 +38,9 @@ FLOORS = [
     "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
     "checking", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.clock",
-    "trainers.parsing", "trainers.loading", "trainers.merging", "trainers.requirements", "trainers.settling",
+    "trainers.loading", "trainers.merging", "trainers.requirements", "trainers.settling",
     "trainers.packed_run", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
-    "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
+    "scripts", "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
 ]  # fmt: skip
 FACE = ("package",)  # the public names of `trl_packfa`, which load any of the trainers
 # Folders that know nothing of Hugging Face's libraries.

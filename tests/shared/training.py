@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
-from trl_packfa.trainers.sft import script
+from trl_packfa.scripts import train as script
 
 # `TRAIN_ON=cuda` runs the tests' trainers on a GPU: stage `trainers` of benchmarks/gpu/run.py.
 ON_CPU = os.environ.get("TRAIN_ON", "cpu") == "cpu"

@@ -16,8 +16,8 @@ from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
 from trl_packfa import PackedSFTConfig
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage, NoBackend, PackingError
+from trl_packfa.scripts import train as launch
 from trl_packfa.trainers.saving.checkpoint_files import checkpoint_to_resume, finished_message
-from trl_packfa.trainers.sft import script as launch
 
 
 def config(tmp="out", **options):

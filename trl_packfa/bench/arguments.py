@@ -11,7 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from ..config.sft import PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import STEP
-from ..trainers.parsing import parse
+from ..scripts.parsing import parse
 from .presets import PRESETS
 from .sides import KINDS, TRAINERS, Side, parse_sides
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..trainers.sft.script import Kind
+    from ..scripts.train import Kind
 
 # The packed trainers that `--trainer` may name besides SFT.
 _PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
@@ -16,7 +16,7 @@ _ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
 
 def train(argv: list[str]) -> int:
     """Train; `--trainer` selects the trainer."""
-    from ..trainers.sft.script import train
+    from ..scripts.train import train
 
     return train(argv, kind_of(argv))
 
@@ -30,7 +30,7 @@ def plan(argv: list[str]) -> int:
 
 def prepare(argv: list[str]) -> int:
     """Prepare the data of a run."""
-    from ..trainers.sft.prepare import prepare
+    from ..scripts.prepare import prepare
 
     return prepare(argv)
 
@@ -44,8 +44,8 @@ def bench(argv: list[str]) -> int:
 
 def kind_of(argv: list[str]) -> Kind:
     """Return the trainer that the flags or the YAML file select, with its config class."""
-    from ..trainers.parsing import trainer_name
-    from ..trainers.sft.script import SFT, Kind
+    from ..scripts.parsing import trainer_name
+    from ..scripts.train import SFT, Kind
 
     # TRL's other trainers take seconds to import, so only the selected one is imported.
     asked = trainer_name(argv)
@@ -55,7 +55,7 @@ def kind_of(argv: list[str]) -> Kind:
         name = _PACKED[asked]
         return Kind(getattr(trl_packfa, f"{name}Trainer"), getattr(trl_packfa, f"{name}Config"))
     if asked in _ONLINE:
-        from ..trainers.padding_free import online
+        from ..scripts import online
 
         script = importlib.import_module(f"trl.scripts.{asked}")
         return Kind(

@@ -16,8 +16,8 @@ from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from ..bench.run import bench
 from ..data.files import load_dataset_dict
+from ..scripts.train import train
 from ..terminal.progress import errors_only
-from ..trainers.sft.script import train
 from .corpus import docstring_dataset
 
 # Padded and packed training are compared on the same few steps.

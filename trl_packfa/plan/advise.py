@@ -10,7 +10,7 @@ import numpy as np
 from ..data.batching import FREE, Batching
 from ..data.epoch_plan import EpochPlan, plan_epoch
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
-from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
+from .memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
 from .report import Plan, total_steps
 
 # Memory sizes of GPUs for rent, in GB of 10^9 bytes.

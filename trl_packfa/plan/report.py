@@ -15,8 +15,8 @@ from ..data.epoch_plan import EpochPlan, plan_epoch
 from ..data.step_cutting import require_budget
 from ..errors import InvalidConfig
 from ..packing import PADDED, STRATEGIES, PackingReport, Strategy, plan_overflow
-from ..trainers.sft.memory import FORMULA, Memory, ModelShape
 from .gather import Source
+from .memory import FORMULA, Memory, ModelShape
 
 _PERCENTILES = (50, 90, 99)
 BASIS = (

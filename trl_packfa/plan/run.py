@@ -17,14 +17,14 @@ from ..config.requirements import require
 from ..config.sft import PackedSFTConfig
 from ..data.batching import FREE
 from ..errors import InvalidConfig, PackingError
+from ..scripts.parsing import ColumnChoice, parse
+from ..scripts.train import load_splits
 from ..trainers.loading import init_kwargs
-from ..trainers.parsing import ColumnChoice, parse
 from ..trainers.requirements.runs import MODEL
 from ..trainers.requirements.training import Training
-from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
-from ..trainers.sft.script import load_splits
 from .advise import advise
 from .gather import Source, lengths_from_file, read_documents
+from .memory import ModelShape, estimate, shape_of, without_checkpointing
 from .report import Plan, compare
 from .terminal import WIDTH, show
 

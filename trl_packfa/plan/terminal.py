@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..trainers.sft.memory import FORMULA
+from .memory import FORMULA
 from .report import Outcome, Plan
 
 # The columns of a table, each with its values by row. One for each strategy fits into 80 characters.

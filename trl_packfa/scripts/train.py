@@ -1,4 +1,4 @@
-"""The command `trl-packfa train`: parse flags with TRL's parser, build a trainer, train."""
+"""The script of `trl-packfa train`: parse flags with TRL's parser, build a trainer, train."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rich.console import Console
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ScriptArguments, get_dataset
 
-from ...checking import CheckReport
-from ...config.requirements import require
-from ...config.sft import PackedSFTConfig
-from ...data.dataset import COUNTS, hold_out
-from ...data.files import load_dataset_dict
-from ...data.raw_dataset import make_columns
-from ...errors import InvalidConfig, InvalidDataset
-from ...plotting import LOSS_CURVE, save_loss_curve
-from ...terminal import print_table
-from ...terminal.progress import RichProgressCallback, packing_table, plan_table
-from ..parsing import TrainerChoice, parse
-from ..requirements.runs import LAUNCH, SETUP
-from ..requirements.training import Training
-from ..saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
-from .trainer import PackedSFTTrainer
+from ..checking import CheckReport
+from ..config.requirements import require
+from ..config.sft import PackedSFTConfig
+from ..data.dataset import COUNTS, hold_out
+from ..data.files import load_dataset_dict
+from ..data.raw_dataset import make_columns
+from ..errors import InvalidConfig, InvalidDataset
+from ..plotting import LOSS_CURVE, save_loss_curve
+from ..terminal import print_table
+from ..terminal.progress import RichProgressCallback, packing_table, plan_table
+from ..trainers.requirements.runs import LAUNCH, SETUP
+from ..trainers.requirements.training import Training
+from ..trainers.saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
+from ..trainers.sft.trainer import PackedSFTTrainer
+from .parsing import TrainerChoice, parse
 
 
 class Kind(NamedTuple):

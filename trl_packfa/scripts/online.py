@@ -13,13 +13,13 @@ from typing import Any
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
-from ...config.common import CommonConfig
-from ...config.requirements import require
-from ...errors import InvalidConfig
-from ..loading import loading_as_configured
-from ..requirements.runs import SETUP
-from ..requirements.training import Training
-from .padding_free import padding_free
+from ..config.common import CommonConfig
+from ..config.requirements import require
+from ..errors import InvalidConfig
+from ..trainers.loading import loading_as_configured
+from ..trainers.padding_free.padding_free import padding_free
+from ..trainers.requirements.runs import SETUP
+from ..trainers.requirements.training import Training
 
 
 @dataclass

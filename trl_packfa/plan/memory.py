@@ -13,13 +13,13 @@ import torch
 from peft import get_peft_model
 from trl import get_peft_config
 
-from ...config.sft import PackedSFTConfig
-from ...data.batching import FREE
-from ...data.flops import attention_heads, experts_of_token, quadratic_weight
-from ...data.step_cutting import how_to_cut
-from ...errors import figure
-from ...kernels.lm_head.chunked import positions_per_chunk
-from ...patching.router_loss import balances_experts
+from ..config.sft import PackedSFTConfig
+from ..data.batching import FREE
+from ..data.flops import attention_heads, experts_of_token, quadratic_weight
+from ..data.step_cutting import how_to_cut
+from ..errors import figure
+from ..kernels.lm_head.chunked import positions_per_chunk
+from ..patching.router_loss import balances_experts
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15

@@ -1,4 +1,4 @@
-"""The command `trl-packfa prepare`: tokenize, label, cut and count the data of a run once, into a folder."""
+"""The script of `trl-packfa prepare`: tokenize, label, cut and count the data of a run once, into a folder."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from datasets import Dataset
 from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ...config.sft import PackedSFTConfig
-from ...data.dataloading import PackedData
-from ...data.image_rows import image_columns
-from ...data.prepared import marked, save, settings_of
-from ...data.templates import load_tokenizer
-from ...errors import InvalidConfig, InvalidDataset
-from ...override import set_inside
-from ...packing import PackingReport
-from ...terminal.progress import packing_table
-from ..parsing import ColumnChoice, parse
-from .script import load_splits
-from .tokenizing import Tokenized, tokenized
+from ..config.sft import PackedSFTConfig
+from ..data.dataloading import PackedData
+from ..data.image_rows import image_columns
+from ..data.prepared import marked, save, settings_of
+from ..data.templates import load_tokenizer
+from ..errors import InvalidConfig, InvalidDataset
+from ..override import set_inside
+from ..packing import PackingReport
+from ..terminal.progress import packing_table
+from ..trainers.sft.tokenizing import Tokenized, tokenized
+from .parsing import ColumnChoice, parse
+from .train import load_splits
 
 
 def prepare(argv: list[str]) -> int:
