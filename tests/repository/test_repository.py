@@ -38,7 +38,7 @@ FLOORS = [
     "errors", "versions", "upstream", "comparison", "memory", "override", "compile", "autocast", "hub_kernel",
     "layout", "packing", "attention", "config", "parallel", "kernels", "patches", "patching", "adapters", "data",
     "checking", "candidates", "api", "register", "plotting", "terminal", "trainers.saving", "trainers.clock",
-    "trainers.loading", "trainers.merging", "trainers.requirements", "trainers.settling",
+    "trainers.loading", "trainers.requirements", "trainers.settling",
     "trainers.packed_run", "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "scripts", "frameworks", "plan", "bench", "demo", "package", "cli", "__main__",
 ]  # fmt: skip

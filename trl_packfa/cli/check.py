@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the model and print the report; return 0 if packing is exact, else 3."""
     require_versions(training=False)
-    from ..trainers.merging import load_for_check
+    from ..scripts.merging import load_for_check
 
     model = load_for_check(args.model, dtype=args.dtype, adapter=args.adapter)
     report = _checked(model, args)
@@ -60,8 +60,8 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> CheckReport:
     from ..checking import check
     from ..patching.inspect import inner_model
     from ..patching.state import find_state
+    from ..scripts.merging import is_encoder, load_tokenizer
     from ..terminal.progress import checking
-    from ..trainers.merging import is_encoder, load_tokenizer
 
     inner = inner_model(model)
     padded = is_encoder(inner.config) or inner.get_output_embeddings() is None

@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge the adapter, save the model and print its folder."""
     require_versions(training=False)
-    from ..trainers.merging import merge_adapter
+    from ..scripts.merging import merge_adapter
 
     model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
     print(f"merged into {args.output} ({model.num_parameters():,} parameters, {model.dtype})")

@@ -1,1 +1,1 @@
-"""Scripts of `trl-packfa train` and `trl-packfa prepare`, for every trainer, as `trl.scripts` has TRL's."""
+"""Scripts of the commands that train, prepare, check and merge, for every trainer, as `trl.scripts` has TRL's."""

@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from ..data.files import missing_path
 from ..errors import InvalidConfig, UnsupportedModel
-from .loading import telling_of_model
+from ..trainers.loading import telling_of_model
 
 # Ends of the names of classes with a head that is no LM head.
 _HEADS = (

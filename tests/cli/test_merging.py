@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTo
 import trl_packfa
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.trainers.merging import load_for_check, merge_adapter
+from trl_packfa.scripts.merging import load_for_check, merge_adapter
 
 SIZES = {"layers": 2, "intermediate_size": 128, "attention_bias": False}
 
