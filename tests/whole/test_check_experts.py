@@ -7,7 +7,7 @@ from test_check_power import LAYER, with_dtype
 from tiny_models import small_model
 
 from trl_packfa import check, patch
-from trl_packfa.checking.following import find_parts
+from trl_packfa.checking.following import find_traced
 from trl_packfa.layout.call_context import current_call
 from trl_packfa.patching.state import find_state
 
@@ -82,6 +82,6 @@ def within_capacity(module, args, output):
 def test_experts_that_other_tokens_or_packing_choose_are_seen(fault, verdict, model_type, dtype):
     """The check once replaced a router's choice by that for the document alone, so it never compared it."""
     model = patch(small_model(model_type).to(getattr(torch, dtype)))
-    for router in find_parts(model, find_state(model)).routers.values():
+    for router in find_traced(model, find_state(model)).routers.values():
         router.register_forward_hook(fault)
     assert check(model).verdict == verdict

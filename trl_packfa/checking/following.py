@@ -31,20 +31,20 @@ _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
 _TIES_DRAWN, _TIE_PLACES = 32, 4.0
 
 
-class Parts(NamedTuple):
+class TracedParts(NamedTuple):
     """The modules of a model that are traced, by name."""
 
     layers: dict[str, nn.Module]
     mixers: dict[str, nn.Module]
     routers: dict[str, nn.Module]
 
-    def without(self, names: Iterable[str]) -> Parts:
+    def without(self, names: Iterable[str]) -> TracedParts:
         """Return the parts without the layers of these names and all modules in them."""
         out = tuple(f"{name}." for name in names)
-        return Parts(*({n: m for n, m in part.items() if not f"{n}.".startswith(out)} for part in self))
+        return TracedParts(*({n: m for n, m in part.items() if not f"{n}.".startswith(out)} for part in self))
 
 
-def find_parts(model: nn.Module, state: PatchState) -> Parts:
+def find_traced(model: nn.Module, state: PatchState) -> TracedParts:
     """Return decoder layers, token mixers and routers of a patched model."""
     mixing = {id(module) for module in (*state.parts.attention.values(), *state.parts.mixers.values())}
     named = dict(model.named_modules())
@@ -56,7 +56,7 @@ def find_parts(model: nn.Module, state: PatchState) -> Parts:
         lists = [item for item in lists if any(id(inner) in mixing for inner in item[1].modules())]
         name, longest = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
         layers = {f"{name}.{i}": layer for i, layer in enumerate(longest)}
-    return Parts(
+    return TracedParts(
         layers=layers,
         mixers={name: module for name, module in named.items() if id(module) in mixing},
         routers={
@@ -97,7 +97,7 @@ class Following:
         self._inside: frozenset[str] = frozenset()  # modules in layers whose inputs are only compared
 
     @contextmanager
-    def attached(self, parts: Parts) -> Iterator[None]:
+    def attached(self, parts: TracedParts) -> Iterator[None]:
         """Trace the forward in a `with` block; it may run only one."""
         # Rounding may send single tokens, near a tie of two experts, to another one, and their gradients would be
         # completely different. So routers get the choice of the reference, and their own choice is only compared.

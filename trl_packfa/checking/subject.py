@@ -17,7 +17,7 @@ from ..parallel.zero3 import GradientParts, is_partitioned, whole_shape, whole_s
 from ..patching.inspect import model_config, model_type
 from ..patching.state import PatchState
 from .compare import nan_as_inf
-from .following import find_parts
+from .following import find_traced
 
 # Types without experts that group tokens by content: BLT makes patches, padded to the largest number of a document.
 _REGROUPING = ("blt",)
@@ -50,7 +50,7 @@ class Subject:
     ) -> None:
         self.model, self.state, self.gradient_parts = model, state, gradient_parts
         self.whole, self.skipped = skipped is None, skipped or {}
-        self.parts = find_parts(model, state).without(self.skipped)
+        self.parts = find_traced(model, state).without(self.skipped)
         out = {id(p) for name in self.skipped for p in model.get_submodule(name).parameters()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in out}
         self.trained = list(trained.values())
