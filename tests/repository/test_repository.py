@@ -22,11 +22,10 @@ from tiny_models.encoders import encoder_types
 import trl_packfa
 from trl_packfa.adapters import table
 from trl_packfa.attention import BACKENDS
-from trl_packfa.cli.train import kind_of
 from trl_packfa.patches import PATCHES
 from trl_packfa.patches.measured import composites, encoders, results, training
 from trl_packfa.scripts.parsing import make_parser
-from trl_packfa.scripts.train import classes_of
+from trl_packfa.scripts.train import classes_of, kind_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"

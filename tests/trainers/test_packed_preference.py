@@ -29,9 +29,9 @@ from trl_trainers import (
 import trl_packfa
 from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
 from trl_packfa.cli.main import main
-from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
 from trl_packfa.scripts.parsing import trainer_name
+from trl_packfa.scripts.train import kind_of
 from trl_packfa.trainers.preference import cutting
 from trl_packfa.trainers.preference.cutting import PairPlan
 

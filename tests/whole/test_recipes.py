@@ -17,9 +17,8 @@ from training import FORMATS, built_trainers, rows
 
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
-from trl_packfa.cli.train import kind_of
 from trl_packfa.scripts.parsing import make_parser
-from trl_packfa.scripts.train import classes_of
+from trl_packfa.scripts.train import classes_of, kind_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 YAMLS = sorted(RECIPES.glob("*.yaml"))

@@ -1,19 +1,31 @@
 """The commands of `trl-packfa`. `add` in a file declares a command on argparse, `run` executes it.
 
-Heavy imports wait until a command runs, so `--help` is instant. Commands with training arguments are in `train.py`:
-TRL's own parser, which is slow to load, reads their flags.
+Heavy imports wait until a command runs, so `--help` is instant. TRL's own parser, which is slow to load, reads the
+flags of commands with training arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 
 from ..versions import __version__
-from . import check, demo, env, merge, models, recipes, train
+from . import check, demo, env, merge, models, recipes
 from .output import Commands
 
-OWN_PARSERS = {"train": train.train, "plan": train.plan, "prepare": train.prepare, "bench": train.bench}
+
+def _loaded(module: str, name: str) -> Callable[[list[str]], int]:
+    """Return a command that takes its flags; its module is imported when it is called."""
+    return lambda argv: getattr(import_module(module, __package__), name)(argv)
+
+
+OWN_PARSERS = {
+    "train": _loaded("..scripts.train", "train"),
+    "plan": _loaded("..plan.run", "plan"),
+    "prepare": _loaded("..scripts.prepare", "prepare"),
+    "bench": _loaded("..bench.run", "bench"),
+}
 # In the order of `--help`: the function that declares a command, or the help of a command with a parser of its own.
 COMMANDS: dict[str, str | Callable[[Commands], None]] = {
     "train": "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..trainers.requirements.runs import LAUNCH, SETUP
 from ..trainers.requirements.training import Training
 from ..trainers.saving.checkpoint_files import checkpoint_to_resume, finished_message, resuming_message
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .parsing import TrainerChoice, parse
+from .parsing import TrainerChoice, parse, trainer_name
 
 
 class Kind(NamedTuple):
@@ -41,6 +42,30 @@ class Kind(NamedTuple):
 
 
 SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
+# The packed trainers that `--trainer` may name besides SFT, and TRL's own trainers, run padding-free.
+_PACKED = {"dpo": "DPO", "reward": "Reward", "kto": "KTO"}
+_ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
+
+
+def kind_of(argv: list[str]) -> Kind:
+    """Return the trainer that the flags or the YAML file select, with its config class."""
+    # TRL's other trainers take seconds to import, so only the selected one is imported.
+    asked = trainer_name(argv)
+    if name := _PACKED.get(asked):
+        found = import_module(f"..trainers.preference.{asked}", __package__)
+        return Kind(getattr(found, f"Packed{name}Trainer"), getattr(found, f"Packed{name}Config"))
+    if name := _ONLINE.get(asked):
+        from . import online
+
+        script = import_module(f"trl.scripts.{asked}")
+        return Kind(
+            getattr(online, asked),
+            getattr(online, f"PaddingFree{name}Config"),
+            script=getattr(script, f"{name}ScriptArguments"),
+            options=online.reward_options,
+            writes_whole=False,
+        )
+    return SFT
 
 
 def classes_of(kind: Kind = SFT) -> Any:
@@ -48,8 +73,9 @@ def classes_of(kind: Kind = SFT) -> Any:
     return (TrainerChoice, kind.script, kind.config, DatasetMixtureConfig)
 
 
-def train(argv: list[str], kind: Kind = SFT) -> int:
+def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
+    kind = kind_of(argv)
     choice, script_args, args, mixture = parse(classes_of(kind), argv, prog="trl-packfa train")
     if choice.preview and not hasattr(kind.trainer, "preview_batch"):
         raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
