@@ -16,7 +16,7 @@ from ..data.dataset import count_trained, cut_dataset, read_lengths
 from ..data.files import load_dataset_dict
 from ..errors import InvalidConfig, InvalidDataset
 from ..plan.gather import read_length_list
-from ..trainers.sft.tokenizing import tokenized
+from ..scripts.tokenizing import tokenized
 from .arguments import Setup
 
 # Lengths of random documents, or the splits of a dataset.

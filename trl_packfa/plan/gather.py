@@ -17,7 +17,7 @@ from ..data.templates import load_tokenizer
 from ..data.turns import CONVERSATION, join
 from ..errors import InvalidDataset
 from ..packing import TrainedTokens
-from ..trainers.sft.tokenizing import Tokenized, tokenized, tokenizing_trainer
+from ..scripts.tokenizing import Tokenized, tokenized, tokenizing_trainer
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.
 _PROCESSED = 256

@@ -17,8 +17,8 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..override import set_inside
 from ..packing import PackingReport
 from ..terminal.progress import packing_table
-from ..trainers.sft.tokenizing import Tokenized, tokenized
 from .parsing import ColumnChoice, parse
+from .tokenizing import Tokenized, tokenized
 from .train import load_splits
 
 

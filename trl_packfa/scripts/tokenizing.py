@@ -10,15 +10,15 @@ from datasets import Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTTrainer
 
-from ...config.requirements import require
-from ...config.sft import PackedSFTConfig
-from ...data.dataset import TEXT_COLUMNS
-from ...data.raw_dataset import require_whole
-from ...data.templates import left_out_by_template
-from ...data.turns import TurnExpander
-from ...errors import InvalidDataset, PackingError
-from ..requirements.data import DATA, TEXTS
-from ..requirements.training import Training
+from ..config.requirements import require
+from ..config.sft import PackedSFTConfig
+from ..data.dataset import TEXT_COLUMNS
+from ..data.raw_dataset import require_whole
+from ..data.templates import left_out_by_template
+from ..data.turns import TurnExpander
+from ..errors import InvalidDataset, PackingError
+from ..trainers.requirements.data import DATA, TEXTS
+from ..trainers.requirements.training import Training
 
 
 def tokenized(dataset: Any, tokenizer: Any, args: PackedSFTConfig, *, name: str = "train") -> Tokenized:
