@@ -7,9 +7,9 @@ from .base import AttentionArguments as AttentionArguments
 from .base import AttentionCall as AttentionCall
 from .base import AttentionRequest as AttentionRequest
 from .base import Bias as Bias
-from .base import chosen_keys as chosen_keys
-from .base import key_bias as key_bias
-from .base import linear_bias as linear_bias
+from .biases import chosen_keys as chosen_keys
+from .biases import key_bias as key_bias
+from .biases import linear_bias as linear_bias
 from .capabilities import AttentionBackend as AttentionBackend
 from .capabilities import Capabilities as Capabilities
 from .dispatch import BackendChoice as BackendChoice

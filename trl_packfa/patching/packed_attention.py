@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.base import AttentionArguments, chosen_keys
+from ..attention.base import AttentionArguments
+from ..attention.biases import chosen_keys
 from ..attention.dispatch import BackendChoice
 from ..compile import outside_of_graphs
 from ..errors import PackingError
