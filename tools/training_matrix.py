@@ -50,26 +50,27 @@ def trained_types() -> tuple[str, ...]:
 
 
 def measure_type(name: str) -> dict[str, Any]:
-    """Train one type in every way; return its entry for `training.json`, also if it fails.
+    """Train one type in every way; return its entry for `training.json`, also if it fails."""
+    return {way: measure_way(name, way) for way in WAYS}
+
+
+def measure_way(name: str, way: str) -> dict[str, Any]:
+    """Train a type in one way, stock and packed, and compare the logs.
 
     Runs that differ are trained again in float64: rounding is smaller there, a fault is not.
     """
-    found = {way: measure_way(name, way) for way in WAYS}
-    for way, result in found.items():
-        if result["verdict"] == "differs":
-            result["float64"] = measure_way(name, way, weights=torch.float64)
-    return found
+    found = _compared(name, way)
+    return found if found["verdict"] != "differs" else {**found, "float64": _compared(name, way, torch.float64)}
 
 
-def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
-    """Train a type in one way, stock and packed, and compare the logs. `options` are those of [`train`]."""
+def _compared(name: str, way: str, weights: torch.dtype | None = None) -> dict[str, Any]:
     with _silent(), tempfile.TemporaryDirectory() as folder:
         try:
-            expected, _ = train(SFTTrainer, name, way, folder, **options)
+            expected, _ = train(SFTTrainer, name, way, folder, weights=weights)
         except Exception as error:  # whatever the model's code raises
             return {"verdict": "not trained by TRL", "why": first_line(error)[:160], **_packed(name, way, folder)}
         try:
-            logs, trainer = train(PackedSFTTrainer, name, way, folder, **options)
+            logs, trainer = train(PackedSFTTrainer, name, way, folder, weights=weights)
         except PackingError as error:
             return {"verdict": "refused", "why": first_line(error)}
         except Exception as error:  # record it as a result, so that the other types go on
@@ -79,7 +80,7 @@ def measure_way(name: str, way: str, **options: Any) -> dict[str, Any]:
         beside = ()
         if not _same(found) and own:
             beside = (_LOGITS,)
-            expected, _ = train(SFTTrainer, name, way, folder, beside=beside, **options)
+            expected, _ = train(SFTTrainer, name, way, folder, beside=beside, weights=weights)
             found = differences(logs, expected)
     report = trainer.check_report
     return {

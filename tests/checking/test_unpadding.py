@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from tiny_models import small_model
+from tiny_models.composites import small_composite
 
 from trl_packfa import check, describe, patch
 from trl_packfa.attention import dispatch
@@ -47,6 +48,13 @@ def test_a_model_whose_padded_rows_are_not_its_documents_is_compared_with_these(
     report = find_state(model).unpadding_report
     assert report.is_exact and report["unpadding"].of == "alone" and report["pads seen"].difference > 0.1
     assert "its own padded rows are from their documents alone by 1" in describe(model)
+
+
+def test_a_head_that_runs_without_pads_is_compared_by_its_logits():
+    """Kosmos-2.5's decoder holds its LM head. With pads the head gets other rows than without."""
+    model = patch(small_composite("kosmos-2.5"), unpad=True)
+    state = find_state(model)
+    assert state.unpadding_report.is_exact and not state.parts.takes_images, describe(model)
 
 
 # What could be wrong between a padded batch and its row: each must be found.

@@ -66,8 +66,8 @@ def test_the_command_lists_them(flag, words, capsys):
 
 ENCODER_KINDS = {name: tuple(sorted({(of["verdict"], of.get("level", "")) for of in heads.values()}))
                  for name, heads in ENCODERS.items()}  # fmt: skip
-EXACT_HEADS = {(name, head): (head, of["level"]) for name, heads in ENCODERS.items()
-               for head, of in heads.items() if of["verdict"] == "exact"}  # fmt: skip
+TRAINED_HEADS = {(name, head): (head, of["level"]) for name, heads in ENCODERS.items() for head, of in heads.items()
+                 if of["verdict"] == "exact" and "raises" not in of["trainer"]}  # fmt: skip
 # Their labels become inputs of the decoder, with pads of their own.
 WITH_PADS = [("bart", "MaskedLM"), ("mbart", "MaskedLM"), ("mvp", "MaskedLM")]
 
@@ -81,7 +81,7 @@ def test_heads_of_encoders_are_what_is_committed(model_type):
     assert ours == committed, found
 
 
-@pytest.mark.parametrize("case", one_of_each(EXACT_HEADS, EXACT_HEADS), ids=" ".join)
+@pytest.mark.parametrize("case", one_of_each(TRAINED_HEADS, TRAINED_HEADS), ids=" ".join)
 def test_heads_of_encoders_train_as_padded(case):
     if case[1] == "Embeddings":
         pytest.importorskip("sentence_transformers")
@@ -139,7 +139,9 @@ def test_trained_types_are_exact_ones():
 @pytest.mark.parametrize("model_type", [*SAMPLE, *exhaustive(*OTHERS)])
 def test_training_is_what_is_committed(model_type, way):
     require_version_of(training)
-    found, committed = training_matrix.measure_way(model_type, way), TRAINED[model_type][way]
+    measured = training_matrix.measure_way(model_type, way), TRAINED[model_type][way]
+    # Whether float32 is too coarse depends on the machine.
+    found, committed = (of.get("float64", of) for of in measured)
     compared = ("verdict", "beside", "mfu")
     assert figures(found, *compared) == figures(committed, *compared), found
     assert (found.get("head") is None) == (committed.get("head") is None), "the head that trains is compared, too"

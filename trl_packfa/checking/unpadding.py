@@ -219,6 +219,8 @@ class PaddedProbe:
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids") and not is_multiple_choice(inner)
         self.score = Scorer(self.model)
+        if self.score.head in state.parts.stack.modules():  # it gets rows with pads, and rows without
+            self.score.head = None
         names = [name for name in _TYPES if forward_takes(inner, name)]
         # Token types of each document by the argument's name.
         self.types: dict[str, list[torch.Tensor]] = {}
