@@ -86,7 +86,7 @@ def measure(name: str) -> dict[str, Any]:
         assert state is not None
         if not state.parts.takes_images:
             return {**found, "verdict": "text only", "why": "its decoder alone is not exact without pads"}
-        found |= {"level": state.patch.level, "blocks": state.unpadding_report.blocks}
+        found |= {"level": state.patch.level, "bidirectional": state.unpadding_report.bidirectional}
         try:
             # Some models' own left-padded rows see their pads.
             sides = (False, True) if state.unpadding_report["unpadding"].of == "padded" else (False,)

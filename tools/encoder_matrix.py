@@ -53,7 +53,8 @@ def train_head(name: str, head: str) -> dict[str, Any]:
     """
 
     def train(dtype: torch.dtype) -> dict[str, Any]:
-        return off_by(lambda: compare_head(small_encoder(name, head).to(dtype).train(), head))
+        model: Any = small_encoder(name, head)
+        return off_by(lambda: compare_head(model.to(dtype).train(), head))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

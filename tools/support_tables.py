@@ -107,7 +107,7 @@ def composite_table(types: Results) -> str:
     exact = {name: result for name, result in types.items() if result["verdict"] == "exact"}
     seen = [name for name, result in exact.items() if not result["images"].startswith("not tried")]
     text = [name for name in exact if name not in seen]
-    both = [name for name, result in exact.items() if result.get("blocks")]
+    both = [name for name, result in exact.items() if result.get("bidirectional")]
     worst = {key: max(exact[name][key] for name in seen) for key in ("logits", "gradients")}
     off = f"logits off by {worst['logits']:.1e} at most, gradients by {worst['gradients']:.1e}"
     groups = {

@@ -12,7 +12,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, AttentionRequest, BackendChoice, linear_bias
 from trl_packfa.attention.backends import BACKENDS, get_backend
 from trl_packfa.errors import InvalidLayout, PackingError
-from trl_packfa.layout.blocks import Blocks, plan_blocks
+from trl_packfa.layout.bidirectional import BidirectionalSpans, plan_spans
 
 NAMES = [backend.name for backend in BACKENDS]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,8 +32,8 @@ def layout_of(*lengths, **options):
 
 
 MIXED = layout_of(5, 70, 1, 30, 28)
-# Blocks inside of these documents: at a beginning, in the middle, two that touch, at the end.
-BLOCKS = ((5, 12), (30, 44), (80, 84), (84, 90), (130, 134))
+# Bidirectional spans inside of these documents: at a beginning, in the middle, two that touch, at the end.
+SPANS = ((5, 12), (30, 44), (80, 84), (84, 90), (130, 134))
 ROWS = layout_of(5, 15, 20, 1, 19, rows=3)
 ONE, SINGLE_TOKENS, LONGER_THAN_A_CHUNK = layout_of(40), layout_of(*(1,) * 9), layout_of(300, 7)
 PAIR = layout_of(40, 9, 21, documents=((0, 1), (0, 2)))
@@ -45,15 +45,15 @@ KINDS = {
         layout_of(300, 7, 280, documents=((0, 1), (0, 2))),
     ],
     "both directions": [x.in_both_directions() for x in (MIXED, ONE, SINGLE_TOKENS, LONGER_THAN_A_CHUNK)],
-    "blocks": [MIXED.with_blocks(Blocks(BLOCKS, BLOCKS))],
-    "joined blocks": [MIXED.with_blocks(Blocks(BLOCKS, BLOCKS, True))],
+    "spans": [MIXED.with_bidirectional(BidirectionalSpans(SPANS, SPANS))],
+    "joined spans": [MIXED.with_bidirectional(BidirectionalSpans(SPANS, SPANS, True))],
 }  # fmt: skip
 
 
 def can_be(kind, case):
-    """Blocks fit into the window, and joined ones have none."""
+    """Bidirectional spans fit into the window, and joined ones have none."""
     window = case.get("sliding_window")
-    return window is None or kind not in ("blocks", "joined blocks") or (kind == "blocks" and window > 1)
+    return window is None or kind not in ("spans", "joined spans") or (kind == "spans" and window > 1)
 
 
 every_kind = pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def exact(layout):
             documents = (x[gather.index] for x in (query, key, value))
             out = oracle.attention_of_documents(*documents, layout.full_sequences.lengths, **options)
             return out[gather.first_index]
-        if layout.causal and layout.blocks is None:
+        if layout.causal and layout.bidirectional is None:
             return oracle.attention(query, key, value, layout.lengths, **options)
         options = dict(options)
         mask = dense_mask(layout, options.pop("sliding_window", None))
@@ -148,7 +148,7 @@ def test_flash_attention_is_told_of_each_kind(backend, kind, case, monkeypatch):
     dtypes = pretend(monkeypatch, backend)
     for layout in KINDS[kind]:
         assert_as_precise_as_eager_attention(backend, layout, CASES[case], torch.bfloat16)
-    assert len(dtypes) == len(KINDS[kind]) * (2 if "blocks" in kind else 1)
+    assert len(dtypes) == len(KINDS[kind]) * (2 if "spans" in kind else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -175,15 +175,18 @@ def test_isolation_is_exact_to_the_bit(name, layout, case, changed, prefix, dtyp
     assert not torch.equal(*(out[changed] for out in outs)), "the change must be one"
 
 
-BLOCKED, JOINED = KINDS["blocks"][0], KINDS["joined blocks"][0]
+SPANNED, JOINED = KINDS["spans"][0], KINDS["joined spans"][0]
 WRONG = {
     "one document": (MIXED, layout_of(134)),
     "causal": (MIXED.in_both_directions(), MIXED),
     "a branch sees another": (PAIR, layout_of(40, 9, 21, documents=[(0, 1, 2)])),
     "no prefix": (PAIR, layout_of(40, 9, 21)),
-    "no blocks": (BLOCKED, MIXED),
-    "blocks that touch are one": (BLOCKED, MIXED.with_blocks(Blocks(((5, 12), (30, 44), (80, 90), (130, 134)), ()))),
-    "blocks see each other": (BLOCKED, JOINED),
+    "no spans": (SPANNED, MIXED),
+    "spans that touch are one": (
+        SPANNED,
+        MIXED.with_bidirectional(BidirectionalSpans(((5, 12), (30, 44), (80, 90), (130, 134)), ())),
+    ),
+    "spans see each other": (SPANNED, JOINED),
 }
 
 
@@ -250,18 +253,19 @@ def test_what_is_copied_of_a_shared_prefix_is_linear_in_the_documents():
 @pytest.mark.parametrize(("layout", "options", "said"), [
     (JOINED, {"sliding_window": 90},
      "images of a row see each other, but the layer has a sliding window of 90"),
-    (BLOCKED, {"sliding_window": 8},
+    (SPANNED, {"sliding_window": 8},
      "14 tokens of an image see each other, but the layer's sliding window has 8"),
-    (BLOCKED, {"bias": lambda q, k: torch.zeros(q.shape[0], 1, q.shape[1], k.shape[1])},
+    (SPANNED, {"bias": lambda q, k: torch.zeros(q.shape[0], 1, q.shape[1], k.shape[1])},
      "adds a term to its scores"),
 ], ids=["joined in a window", "wider than the window", "bias"])  # fmt: skip
-def test_attention_to_blocks_that_cannot_be_computed_is_refused(layout, options, said):
+def test_attention_to_spans_that_cannot_be_computed_is_refused(layout, options, said):
     with pytest.raises(PackingError, match=said):
         by("sdpa", layout)(*inputs(layout.num_tokens)[:3], {"scaling": 0.3, **options})
 
 
-def test_blocks_that_are_none_are_refused():
-    with pytest.raises(InvalidLayout, match=r"block \(4, 7\) is not inside a document"):
-        plan_blocks([(4, 7)], [5, 6])
+def test_spans_that_are_none_are_refused():
+    with pytest.raises(InvalidLayout, match=r"span \(4, 7\) is not inside a document"):
+        plan_spans([(4, 7)], [5, 6])
     with pytest.raises(InvalidLayout, match="cannot share prefixes"):
-        PackedLayout.from_lengths([3, 2, 1], documents=[(0, 1), (0, 2)]).with_blocks(Blocks(((0, 2),), ()))
+        shared = PackedLayout.from_lengths([3, 2, 1], documents=[(0, 1), (0, 2)])
+        shared.with_bidirectional(BidirectionalSpans(((0, 2),), ()))

@@ -17,7 +17,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flex, get_backend
 from trl_packfa.attention.block_mask import BLOCK, block_mask
 from trl_packfa.bench.measuring import compiled_graphs
-from trl_packfa.layout.blocks import Blocks
+from trl_packfa.layout.bidirectional import BidirectionalSpans
 
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
 LENGTHS = {
@@ -77,8 +77,8 @@ def test_blocks_are_those_of_the_pairs(lengths, causal, window):
 
 
 def test_blocks_of_keys_apart_from_the_tokens_of_images_are_those_of_the_pairs():
-    layout = PackedLayout.from_lengths([300, 200]).with_blocks(Blocks(((140, 290), (310, 330)), ()))
-    gather, attention = layout.block_attention(None)
+    layout = PackedLayout.from_lengths([300, 200]).with_bidirectional(BidirectionalSpans(((140, 290), (310, 330)), ()))
+    gather, attention = layout.bidirectional_attention(None)
     mask, dense = block_mask(attention, None), torch.zeros(170, 320, dtype=torch.bool)
     dense[:150, :290], dense[150:, 290:] = True, True
     assert torch.equal(pairs_of(mask, 170, 320), dense)

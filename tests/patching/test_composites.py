@@ -1,4 +1,4 @@
-"""Models with images or sounds: padded batches run without their pads in the text decoder; by blocks, where the tokens
+"""Models with images or sounds: padded batches run without their pads in the text decoder; by spans, where the tokens
 of an image see each other."""
 
 import copy
@@ -15,10 +15,10 @@ from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.checking.first_batch import compare_padded_batch
 from trl_packfa.errors import PackingError
 from trl_packfa.layout import PackedLayout
-from trl_packfa.layout.blocks import Blocks
+from trl_packfa.layout.bidirectional import BidirectionalSpans
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.handed_masks import HandedMasks
-from trl_packfa.patching.mask_rules import blocks_in_rule
+from trl_packfa.patching.mask_rules import spans_in_rule
 from trl_packfa.patching.state import find_state
 
 # Rows with positions of one kind; of three; of three, with features of images at several layers.
@@ -74,7 +74,7 @@ def test_three_rows_with_positions_of_three_kinds(monkeypatch):
 
 @pytest.mark.parametrize(("name", "reentrant"), CHECKPOINTED)
 def test_checkpointing_changes_nothing(name, reentrant):
-    """Layers are run again from their arguments, outside of the call: blocks come with the layout."""
+    """Layers are run again from their arguments, outside of the call: spans come with the layout."""
     stock = small_composite(name).train()
     inputs, model = image_batch(stock).inputs, without_pads(stock)
     expected = run(stock, inputs)
@@ -173,9 +173,10 @@ def stock(request):
 def test_images_run_without_their_pads(stock, left):
     inputs, model = image_batch(stock, left=left).inputs, without_pads(stock)
     state = find_state(model)
-    assert state.parts.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
+    assert state.parts.takes_images and state.unpadding_report.bidirectional
+    assert "in both directions" in describe(model)
     assert_same(run(model, inputs), run(stock, inputs))
-    assert state.unpadding.calls == 1 and state.unpadding.blocks > 0
+    assert state.unpadding.calls == 1 and state.unpadding.bidirectional > 0
     with torch.no_grad():  # with a cache, and after the patch is gone, the masks are the model's own
         cached = model(**inputs, use_cache=True)
         name = "cache" if "cache" in cached else "past_key_values"  # before transformers 5.24
@@ -196,16 +197,16 @@ def test_bidirectional_spans_equal_every_attention_with_a_mask(attention):
     assert_same(run(without_pads(stock), inputs), run(stock, inputs))
 
 
-def test_negative_controls_of_blocks_are_seen(stock, monkeypatch):
-    """Images whose tokens see only the ones before them, and blocks in layers that have none."""
+def test_negative_controls_of_bidirectional_spans_are_seen(stock, monkeypatch):
+    """Images whose tokens see only the ones before them, and spans in layers that have none."""
     inputs, model = image_batch(stock).inputs, without_pads(stock)
     _, logits, _ = run(stock, inputs)
     with monkeypatch.context() as context:
-        context.setattr(HandedMasks, "blocks", lambda self, rows: None)
+        context.setattr(HandedMasks, "bidirectional", lambda self, rows: None)
         assert differs(run(model, inputs)[1], logits)
-    blocks = HandedMasks.blocks
-    everywhere = lambda self, rows: Blocks(*[max(blocks(self, rows)[:2], key=len)] * 2)  # noqa: E731
-    monkeypatch.setattr(HandedMasks, "blocks", everywhere)
+    spans = HandedMasks.bidirectional
+    everywhere = lambda self, rows: BidirectionalSpans(*[max(spans(self, rows)[:2], key=len)] * 2)  # noqa: E731
+    monkeypatch.setattr(HandedMasks, "bidirectional", everywhere)
     assert differs(run(model, inputs)[1], logits) == (stock.config.model_type == "gemma4")
 
 
@@ -221,16 +222,16 @@ def rule_of(groups):
 
 
 @pytest.mark.parametrize("by_index", [True, False])
-def test_blocks_are_read_off_the_rule(by_index):
+def test_bidirectional_spans_are_read_off_the_rule(by_index):
     rule = rule_of([[-1, 0, 0, 1, 1, -1], [0, 0, 0, -1, -1, -1], [-1, -1, 2, 2, 2, 2]])
     mask = torch.tensor([[1] * 6, [1] * 6, [1] * 4 + [0] * 2])
-    assert blocks_in_rule(rule, mask, by_index=by_index) == ((((1, 3), (3, 5)), ((0, 3),), ((2, 4),)), False)
+    assert spans_in_rule(rule, mask, by_index=by_index) == ((((1, 3), (3, 5)), ((0, 3),), ((2, 4),)), False)
     # Images of a row that all see each other are joined.
     joined, apart = [0, 0, -1, 0, 0, -1, 0, 0], [0, 0, -1, 1, 1, -1, 2, 2]
     ones = torch.ones(2, 8, dtype=torch.long)
     for groups in (joined, apart):
-        found = blocks_in_rule(rule_of([groups, [-1] * 8]), ones, by_index=by_index)
+        found = spans_in_rule(rule_of([groups, [-1] * 8]), ones, by_index=by_index)
         assert found == ((((0, 2), (3, 5), (6, 8)), ()), groups is joined)
     for groups in ([joined, apart], [[0, 0, -1, 1, 1, -1, 0, 0], [-1] * 8]):
         with pytest.raises(PackingError, match=r"tokens 0 and \d of row 0 see each other, .* tokens \d and"):
-            blocks_in_rule(rule_of(groups), ones, by_index=by_index)
+            spans_in_rule(rule_of(groups), ones, by_index=by_index)

@@ -16,8 +16,8 @@ def dense_mask(layout, sliding_window=None):
     mask = visible[ids][:, ids] & (distance >= 0)
     if sliding_window is not None:
         mask &= distance < sliding_window
-    blocks = () if layout.blocks is None else layout.blocks.of_window(sliding_window)
-    for start, stop in blocks:
-        for first, last in blocks if layout.blocks.joined else [(start, stop)]:
+    spans = () if layout.bidirectional is None else layout.bidirectional.of_window(sliding_window)
+    for start, stop in spans:
+        for first, last in spans if layout.bidirectional.joined else [(start, stop)]:
             mask[start:stop, first:last] |= ids[start] == ids[first]
     return mask

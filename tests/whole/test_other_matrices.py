@@ -34,7 +34,7 @@ def figures(result, *names):
 
 # Ten seconds and more each.
 SLOW = ("deepseek_vl_hybrid", "diffusion_gemma", "gemma4", "inkling2", "inkling_mm_model", "mistral_large4", "omniasr")
-COMPOSITE_KINDS = {name: figures(of, "verdict", "level", "blocks", "images") for name, of in COMPOSITES.items()}
+COMPOSITE_KINDS = {name: figures(of, "verdict", "level", "bidirectional", "images") for name, of in COMPOSITES.items()}
 EXACT_COMPOSITES = {name: of["level"] for name, of in COMPOSITES.items() if of["verdict"] == "exact"}
 
 
@@ -44,7 +44,7 @@ def test_types_with_images_are_what_is_committed(model_type):
     if committed["verdict"] == "not built":
         pytest.skip(committed["why"])
     require_version_of(composites)
-    found, compared = composite_matrix.measure(model_type), ("verdict", "level", "decoder", "blocks", "images")
+    found, compared = composite_matrix.measure(model_type), ("verdict", "level", "decoder", "bidirectional", "images")
     assert figures(found, *compared) == figures(committed, *compared), found
 
 

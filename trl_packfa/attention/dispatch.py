@@ -58,29 +58,29 @@ class BackendChoice:
         """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
 
         A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
-        of a block attend to the later tokens of their block, too. If several processes share the row, they exchange
-        its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a block comes
+        of a span attend to the later tokens of their span, too. If several processes share the row, they exchange
+        its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a span comes
         with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
         """
         if layout.shard is not None:
             return attend_sharded(self.attend, query, key, value, layout, arguments)
         out = self._attend_causally((query, key, value), layout, arguments)
-        if layout.blocks is None or layout.block_attention(arguments.sliding_window) is None:
+        if layout.bidirectional is None or layout.bidirectional_attention(arguments.sliding_window) is None:
             return out
-        return self._attend_to_blocks(out, (query, key, value), layout, arguments)
+        return self._attend_to_spans(out, (query, key, value), layout, arguments)
 
-    # Outside of graphs, as the blocks are those of this batch.
+    # Outside of graphs, as the spans are those of this batch.
     @outside_of_graphs
-    def _attend_to_blocks(
+    def _attend_to_spans(
         self, out: torch.Tensor, qkv: QKV, layout: PackedLayout, arguments: AttentionArguments
     ) -> torch.Tensor:
-        """Return `out` with the attention of the blocks' tokens in place of their causal attention."""
+        """Return `out` with the attention of the spans' tokens in place of their causal attention."""
         if arguments.bias is not None:
             raise PackingError(
                 "tokens of an image see each other, but this attention adds a term to its scores.",
                 do="Patch the model with unpad=False, or train on text alone.",
             )
-        found = layout.block_attention(arguments.sliding_window)
+        found = layout.bidirectional_attention(arguments.sliding_window)
         assert found is not None
         tokens, attention = found
         call, (query, key, value) = arguments.on(attention), qkv

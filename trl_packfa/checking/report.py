@@ -56,7 +56,7 @@ class CheckReport:
             Lengths of the documents in tokens, and the seed of the random numbers.
         layers (`str`):
             How many layers ran the many arrangements of documents, out of the model's layers.
-        blocks (`bool`), takes_left (`bool`):
+        bidirectional (`bool`), takes_left (`bool`):
             Of padded rows: whether tokens saw each other in both directions, as those of an image do, and whether rows
             padded on the left run without their pads, too. Pooling that reads the first column of a row reads a pad
             there: then such rows run with their pads, as without a patch.
@@ -80,7 +80,7 @@ class CheckReport:
     tokens: str = ""
     lengths: tuple[int, ...] = ()
     layers: str = ""
-    blocks: bool = False
+    bidirectional: bool = False
     takes_left: bool = True
     seed: int = 0
     seconds: float = 0.0
@@ -135,7 +135,7 @@ class CheckReport:
         shown = [str(row) for row in self.rows if row.words.label or not row.holds]
         if self._is_of_packing and "gradients" not in self:
             shown.append("gradients not measured, nothing trains")
-        if self.blocks:
+        if self.bidirectional:
             shown.append("with tokens that see each other in both directions, as those of an image do")
         level = self.level and f"level {self.level}"
         facts = filter(None, (self.model_type, level, self.backend, self.dtype, self.training))

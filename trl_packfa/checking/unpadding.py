@@ -145,7 +145,7 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> CheckReport:
     return CheckReport(
         rows=(*found.rows("unpadding", against), Comparison("unpadding control", visible, VISIBLE), *figures),
         dtype=str(compute_dtype(subject.model, dtype_of(plain))).removeprefix("torch."),
-        blocks=bool(probe.types),
+        bidirectional=bool(probe.types),
         takes_left=takes_left,
     )
 
@@ -219,7 +219,8 @@ class PaddedProbe:
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids") and not is_multiple_choice(inner)
         self.score = Scorer(self.model)
-        if self.score.head in state.parts.stack.modules():  # it gets rows with pads, and rows without
+        if any(module is self.score.head for module in state.parts.stack.modules()):
+            # It gets rows with pads, and rows without.
             self.score.head = None
         names = [name for name in _TYPES if forward_takes(inner, name)]
         # Token types of each document by the argument's name.
@@ -227,7 +228,7 @@ class PaddedProbe:
         with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
             self._require_text(names)
             if state.parts.takes_images:
-                self.types = self._types_with_blocks(names)
+                self.types = self._types_with_spans(names)
 
     def _require_text(self, names: list[str]) -> None:
         """Run one document before anything is measured, and keep the token types that the model needs for a text.
@@ -258,12 +259,12 @@ class PaddedProbe:
         with set_inside(self.unpadding, is_on=False):
             self.score(self.batch(rows), rows.shape, torch.tensor([0]))
 
-    def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    def _types_with_spans(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
         """Return token types by which this model lets tokens see each other in both directions, else those of a text.
 
         They stand for images: the check has none, as each model takes pixels in its own form.
         """
-        rows, before, of_text = self.rows(left=False), self.unpadding.blocks, self.types
+        rows, before, of_text = self.rows(left=False), self.unpadding.bidirectional, self.types
         for name, pattern in itertools.product(names, _PATTERNS):
             self.types = {name: [pattern(torch.arange(len(ids))).long() for ids in self.tokens]}
             try:
@@ -273,7 +274,7 @@ class PaddedProbe:
                 if is_out_of_memory(error):
                     raise
                 continue
-            if self.unpadding.blocks > before:
+            if self.unpadding.bidirectional > before:
                 return self.types
         return of_text
 

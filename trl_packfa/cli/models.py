@@ -74,7 +74,7 @@ def _composites(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
         {
             "model_type": name,
             **_cells(result, "verdict", "level", "decoder"),
-            "both directions": "yes" if result.get("blocks") else "",
+            "both directions": "yes" if result.get("bidirectional") else "",
             **_cells(result, "images", "logits", "gradients", "why"),
         }
         for name, result in types.items()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidLayout, shown
-from .blocks import Blocks, plan_blocks
+from .bidirectional import BidirectionalSpans, plan_spans
 from .prefix_tree import PrefixTree
 from .shard import RowShard
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
@@ -101,7 +101,7 @@ class PackedLayout:
             Number of padding tokens, for counting: the last document, or one that only keeps a rank busy.
         documents (`tuple[tuple[int, ...], ...]`, *optional*):
             The segment numbers of each document, the prefix first. By default each segment is a document.
-        blocks ([`Blocks`], *optional*):
+        bidirectional ([`BidirectionalSpans`], *optional*):
             Tokens that see each other in both directions, as those of an image do in some models.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
@@ -121,7 +121,7 @@ class PackedLayout:
     rows: int = 1
     padding: int = 0
     documents: tuple[tuple[int, ...], ...] | None = None
-    blocks: Blocks | None = None
+    bidirectional: BidirectionalSpans | None = None
     causal: bool = True
     prefix_tree: PrefixTree | None = None
     shard: RowShard | None = None
@@ -150,7 +150,7 @@ class PackedLayout:
             )
         if self.documents is not None:
             require_prefixes(self.documents, len(self.lengths))
-            if self.blocks is not None or not self.causal:
+            if self.bidirectional is not None or not self.causal:
                 raise InvalidLayout("documents whose tokens see later tokens cannot share prefixes.")
 
     @classmethod
@@ -275,25 +275,26 @@ class PackedLayout:
         keys = PackedLayout.from_lengths([sum(self.lengths[i] for i in seen) for seen in visible], device=device)
         return AttentionLayout(queries, keys, key_gather=TokenGather.of_segments(self.lengths, visible, device))
 
-    def block_attention(self, sliding_window: int | None) -> tuple[TokenGather, AttentionLayout] | None:
-        """Return the tokens of the blocks and their attention in layers with this window; `None` without blocks.
+    def bidirectional_attention(self, sliding_window: int | None) -> tuple[TokenGather, AttentionLayout] | None:
+        """Return the tokens of the spans and their attention in layers with this window; `None` without spans.
 
         The causal attention of [`PackedLayout.attention`] holds for all other tokens.
 
         Raises:
-            [`PackingError`]: if a block is longer than the window, or if blocks see each other in a window.
+            [`PackingError`]: if a span is longer than the window, or if spans see each other in a window.
         """
-        key, blocks = ("blocks", sliding_window), () if self.blocks is None else self.blocks.of_window(sliding_window)
-        if blocks and key not in self.memo:
-            device, joined = self.cu_seqlens.device, self.blocks is not None and self.blocks.joined
-            gather, key_gather, *lengths = plan_blocks(blocks, self.lengths, device, joined=joined)
+        spans = () if self.bidirectional is None else self.bidirectional.of_window(sliding_window)
+        key = ("spans", sliding_window)
+        if spans and key not in self.memo:
+            device, joined = self.cu_seqlens.device, self.bidirectional is not None and self.bidirectional.joined
+            gather, key_gather, *lengths = plan_spans(spans, self.lengths, device, joined=joined)
             queries, keys = (PackedLayout.from_lengths(n, device=device) for n in lengths)
             self.memo[key] = gather, AttentionLayout(queries, keys, causal=False, key_gather=key_gather)
         return self.memo.get(key)
 
-    def with_blocks(self, blocks: Blocks) -> PackedLayout:
-        """Return this layout with these blocks."""
-        return replace(self, blocks=blocks, memo={})
+    def with_bidirectional(self, spans: BidirectionalSpans) -> PackedLayout:
+        """Return this layout with these spans."""
+        return replace(self, bidirectional=spans, memo={})
 
     def in_both_directions(self) -> PackedLayout:
         """Return this layout with tokens that see their whole document."""

@@ -219,16 +219,16 @@ class BackboneOverride(_PackedForward):
             return cross_attention.take_call(call, rows), layout
         if self.encoder:  # `packed_mask` compares this with the mask that the model asks for
             return rows.take_call(call), layout.in_both_directions()
-        blocks = None if masks is None else masks.blocks(rows)
-        if blocks is None:
+        spans = None if masks is None else masks.bidirectional(rows)
+        if spans is None:
             return rows.take_call(call), layout
         if isinstance(self.state.patch, (DocumentPatch, FunctionPatch)) or self.state.parts.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",
             )
-        self.unpadding.blocks += len(blocks.full) + len(blocks.sliding)  # type: ignore[union-attr]
-        return rows.take_call(call), layout.with_blocks(blocks)
+        self.unpadding.bidirectional += len(spans.full) + len(spans.sliding)  # type: ignore[union-attr]
+        return rows.take_call(call), layout.with_bidirectional(spans)
 
     @outside_of_graphs
     def _packed_call(

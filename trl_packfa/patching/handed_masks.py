@@ -18,10 +18,10 @@ import torch
 
 from ..compile import outside_of_graphs
 from ..errors import PackingError
-from ..layout.blocks import Block, Blocks
+from ..layout.bidirectional import BidirectionalSpans, Span
 from ..layout.call_context import is_empty_mask
 from ..layout.padded_rows import PaddedRows, rows_of
-from .mask_rules import RowBlocks, blocks_in_rule
+from .mask_rules import RowSpans, spans_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.
 _HANDED = "_trl_packfa_handed"
@@ -35,7 +35,7 @@ class NotedMask:
 
     make: Callable[[], Any]  # in the form of the model's own attention
     padding: torch.Tensor  # the mask of padding, `(B, L)`
-    blocks: RowBlocks  # tokens that see each other in both directions
+    spans: RowSpans  # tokens that see each other in both directions
 
 
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
@@ -48,11 +48,11 @@ def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:
         return make()
     # transformers lets attention skip the mask only if it is plainly causal.
-    blocks = RowBlocks(((),) * padding.shape[0])
+    spans = RowSpans(((),) * padding.shape[0])
     if not options.get("allow_is_causal_skip", False):
-        rows_of(padding)  # refuses a hole in words about the hole, which would cut a block in two
-        blocks = blocks_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
-    return _attach(padding, NotedMask(make, padding, blocks))
+        rows_of(padding)  # refuses a hole in words about the hole, which would cut a span in two
+        spans = spans_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
+    return _attach(padding, NotedMask(make, padding, spans))
 
 
 def _attach(padding: torch.Tensor, noted: NotedMask | HandedMasks) -> torch.Tensor:
@@ -86,10 +86,10 @@ class HandedMasks:
 
         Raise [`PackingError`] if some tokens see later tokens and others do not.
         """
-        found = {mask.blocks.rows for mask in self.masks.values() if isinstance(mask, NotedMask)}
+        found = {mask.spans.rows for mask in self.masks.values() if isinstance(mask, NotedMask)}
         if not any(map(any, found)):
             return False
-        # One block is the whole row. A single token sees no other.
+        # One span is the whole row. A single token sees no other.
         ends = zip(rows.starts, rows.lengths, strict=True)
         whole = tuple(((start, start + length),) if length > 1 else () for start, length in ends)
         if found != {whole}:
@@ -100,29 +100,29 @@ class HandedMasks:
             )
         return True
 
-    def blocks(self, rows: PaddedRows) -> Blocks | None:
-        """Return the blocks of the row without pads, `None` if there are none.
+    def bidirectional(self, rows: PaddedRows) -> BidirectionalSpans | None:
+        """Return the spans of the row without pads, `None` if there are none.
 
-        Raise [`PackingError`] if layers of an unknown kind have blocks, or kinds of layers differ.
+        Raise [`PackingError`] if layers of an unknown kind have spans, or kinds of layers differ.
         """
-        noted = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
-        found = {kind: blocks for kind, blocks in noted.items() if any(blocks.rows)}
+        noted = {kind: mask.spans for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
+        found = {kind: spans for kind, spans in noted.items() if any(spans.rows)}
         if not found:
             return None
         if unknown := found.keys() - {None, _FULL, _SLIDING}:
             raise PackingError(
                 f"tokens of an image see each other in layers of kind {', '.join(sorted(map(str, unknown)))}.",
-                why=["packed attention knows blocks of tokens in layers with and without a sliding window only"],
+                why=["packed attention knows spans of tokens in layers with and without a sliding window only"],
                 do="Patch the model with unpad=False, or train on text alone.",
             )
-        own = found.get(None, RowBlocks(()))
+        own = found.get(None, RowSpans(()))
         full, sliding = (found.get(kind, own) for kind in (_FULL, _SLIDING))
         if full.rows and sliding.rows and full.joined != sliding.joined:
             raise PackingError(
                 "images of a row see each other in layers of one kind, but not in those of another.",
                 do="Patch the model with unpad=False, or train on text alone.",
             )
-        return Blocks(_packed(full.rows, rows), _packed(sliding.rows, rows), full.joined or sliding.joined)
+        return BidirectionalSpans(_packed(full.rows, rows), _packed(sliding.rows, rows), full.joined or sliding.joined)
 
 
 @outside_of_graphs
@@ -143,11 +143,11 @@ def without_empty_masks(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "attention_mask": None} if is_empty else call
 
 
-def _packed(blocks: tuple[tuple[Block, ...], ...], rows: PaddedRows) -> tuple[Block, ...]:
-    """Return blocks of padded rows as blocks of the row without pads."""
-    # Rows of 5 and 3 tokens after 1 and 2 pads: block (3, 5) of the second row is block (6, 8).
+def _packed(spans: tuple[tuple[Span, ...], ...], rows: PaddedRows) -> tuple[Span, ...]:
+    """Return spans of padded rows as spans of the row without pads."""
+    # Rows of 5 and 3 tokens after 1 and 2 pads: span (3, 5) of the second row is span (6, 8).
     packed, before = [], 0
-    for own, start, length in zip(blocks, rows.starts, rows.lengths, strict=False):
+    for own, start, length in zip(spans, rows.starts, rows.lengths, strict=False):
         packed += [(first - start + before, stop - start + before) for first, stop in own]
         before += length
     return tuple(packed)

@@ -1,8 +1,8 @@
-"""Read documents and blocks of an image off transformers' mask rules, without building a mask.
+"""Read documents and bidirectional spans off transformers' mask rules, without building a mask.
 
 transformers describes a mask by a function of indices `(batch, head, query, key)` that says whether the query sees the
 key. Two neighbours are enough: a token that does not see the one before it begins a document, and a token that sees
-the one after it is in a block, whose tokens see each other in both directions.
+the one after it is in a span, whose tokens see each other in both directions.
 
 Shape letters: B rows, L row length.
 """
@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from ..errors import PackingError
-from ..layout.blocks import Block
+from ..layout.bidirectional import Span
 from .inspect import own_config
 
 # Maps indices `(batch, head, query, key)`, which broadcast, to bool.
@@ -38,24 +38,24 @@ def sees_back(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
     return bool(_sees_next(rule, shape, device, back=True).all())
 
 
-class RowBlocks(NamedTuple):
-    """The blocks of padded rows."""
+class RowSpans(NamedTuple):
+    """The spans of padded rows."""
 
-    rows: tuple[tuple[Block, ...], ...]  # in columns of the row
-    joined: bool = False  # whether the blocks of a row see each other
+    rows: tuple[tuple[Span, ...], ...]  # in columns of the row
+    joined: bool = False  # whether the spans of a row see each other
 
 
-def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> RowBlocks:
-    """Read the blocks of each row off a rule that leaves out the mask of padding `(B, L)`.
+def spans_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> RowSpans:
+    """Read the spans of each row off a rule that leaves out the mask of padding `(B, L)`.
 
-    Blocks hold true tokens only. With `by_index=False` the rule takes single indices only, as one that the model has
-    added may. Raise [`PackingError`] if some blocks of a row see each other, and others do not.
+    Spans hold true tokens only. With `by_index=False` the rule takes single indices only, as one that the model has
+    added may. Raise [`PackingError`] if some spans of a row see each other, and others do not.
     """
     rule, host = rule if by_index else partial(_over_each, rule), padding.detach().ne(0).cpu()
     ahead = _sees_next(rule, (host.shape[0], host.shape[1]), padding.device).cpu()
     ahead = ahead & host[:, :-1] & host[:, 1:]
     rows = tuple(_runs(row) for row in ahead.tolist())
-    return RowBlocks(rows, _are_joined(rule, rows, padding.device))
+    return RowSpans(rows, _are_joined(rule, rows, padding.device))
 
 
 def _over_each(rule: Rule, *indices: torch.Tensor) -> torch.Tensor:
@@ -81,17 +81,17 @@ def _sees(rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Ten
     return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
 
 
-def _runs(ahead: list[bool]) -> tuple[Block, ...]:
+def _runs(ahead: list[bool]) -> tuple[Span, ...]:
     """Return the runs in which each token sees the next: [False, True, True, False] has one, of the tokens 1 to 3."""
     runs = (list(run) for seen, run in itertools.groupby(range(len(ahead)), ahead.__getitem__) if seen)
     return tuple((run[0], run[-1] + 2) for run in runs)
 
 
-def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> bool:
-    """Tell whether the blocks of a row see each other across the tokens between them."""
+def _are_joined(rule: Rule, rows: Sequence[Sequence[Span]], device: Any) -> bool:
+    """Tell whether the spans of a row see each other across the tokens between them."""
     pairs = []
-    for row, blocks in enumerate(rows):
-        starts = [start for start, _ in blocks]
+    for row, spans in enumerate(rows):
+        starts = [start for start, _ in spans]
         pairs += [(row, *pair) for pair in itertools.pairwise(starts)]
         if len(starts) > 2:
             pairs.append((row, starts[0], starts[-1]))
@@ -104,7 +104,7 @@ def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> boo
         linked, separate = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
         raise PackingError(
             f"{linked} see each other, across tokens that do not, but {separate} do not.",
-            why=["packed attention computes blocks that either all see each other or see only themselves"],
+            why=["packed attention computes spans that either all see each other or see only themselves"],
             do="Patch the model with unpad=False, or train on text alone.",
         )
     return all(seen)

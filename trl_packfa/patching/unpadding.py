@@ -130,7 +130,7 @@ class Unpadding:
     trained: int = 0  # true tokens of calls with gradients
     trained_documents: int = 0  # rows with tokens
     shared: int = 0  # true tokens that were not computed, because another row has the same prefix
-    blocks: int = 0  # of tokens that saw each other in both directions, of layers with and without a window
+    bidirectional: int = 0  # spans whose tokens saw each other both ways, of layers with and without a window
     _logged: frozenset[str] = frozenset()
 
     def rows_of(self, call: dict[str, Any], read: dict[str, Any]) -> PaddedRows | None:
