@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from calls import watched
+from peft import LoraConfig, get_peft_model
 from pretended_liger import pretend_liger
 from selection import in_full
 from tiny_models import small_model
@@ -259,6 +260,14 @@ def test_overrides_of_norms_are_put_on_models_that_liger_may_run_only(monkeypatc
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
     assert here["RMSNormOverride"] == 5 and here["LayerOverride"] == 2
     assert set(elsewhere) == {"BackboneOverride", "AttentionOverride"}
+
+
+def test_patching_again_changes_nothing_until_there_is_a_new_lora_layer():
+    model = get_peft_model(tiny.model(layers=1), LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
+    before = find_state(patch(model))
+    assert len(before.adapted) == 2 and find_state(patch(model)) is before
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    assert len(find_state(patch(model)).adapted) == 3
 
 
 def test_chosen_keys_hide_what_comes_later_where_transformers_leaves_the_mask_out():
