@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config.common import CommonConfig
 from ..errors import InvalidConfig, InvalidDataset, PackingError
 
-# The dimension of accelerate's mesh whose ranks get the same batches.
+# The dimension of accelerate's mesh whose ranks get the same batches. Under DeepSpeed its loaders know no other one.
 _SAME_BATCHES = "tp"
 
 
