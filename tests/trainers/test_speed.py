@@ -24,9 +24,10 @@ from trl_packfa.bench.presets import preset_config
 from trl_packfa.data import epoch_plan, flops, templates
 from trl_packfa.data.flops import ModelFlops, attention_heads, experts_of_token, quadratic_weight
 from trl_packfa.errors import figure
+from trl_packfa.plan import memory
 from trl_packfa.trainers import clock, packed_run
 from trl_packfa.trainers.clock import TrainingClock
-from trl_packfa.trainers.sft import memory, throughput, trainer
+from trl_packfa.trainers.sft import throughput, trainer
 from trl_packfa.trainers.sft.datasheet import datasheet_flops, named_flops
 from trl_packfa.trainers.sft.throughput import SpeedMeter
 
