@@ -45,7 +45,7 @@ class Target(NamedTuple):
 
     @property
     def attends_both_ways(self) -> bool:
-        """Whether the model says that its attention sees later tokens, as that of an encoder does.
+        """`True` if the model says that its attention sees later tokens, as that of an encoder does.
 
         A model may say nothing and ask for such a mask all the same; the check finds that.
         """
