@@ -33,7 +33,10 @@ def figures(result, *names):
 
 
 # Ten seconds and more each.
-SLOW = ("deepseek_vl_hybrid", "diffusion_gemma", "gemma4", "inkling2", "inkling_mm_model", "mistral_large4", "omniasr")
+SLOW = (
+    "deepseek_vl_hybrid", "diffusion_gemma", "gemma4", "glm5_next", "inkling2", "inkling_mm_model", "mistral_large4",
+    "omniasr",
+)  # fmt: skip
 COMPOSITE_KINDS = {name: figures(of, "verdict", "level", "bidirectional", "images") for name, of in COMPOSITES.items()}
 EXACT_COMPOSITES = {name: of["level"] for name, of in COMPOSITES.items() if of["verdict"] == "exact"}
 
