@@ -11,13 +11,14 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from support_matrix import rounded, run_types
 from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
 from tiny_models.encoders import drop_nothing
-from trainer_runs import compare_images, off_by, trains_as_padded
+from trainer_runs import compare_images, off_by, twice_if_rounded
 
 from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
@@ -40,12 +41,8 @@ def measure_type(name: str) -> dict[str, Any]:
 
 
 def train_type(name: str) -> dict[str, Any]:
-    """Train one type on images or sounds, with and without padding; return how far the runs are apart.
-
-    Runs that differ are trained again in float64: rounding is smaller there, a fault is not.
-    """
-    found = _train(name, torch.float32)
-    return found if trains_as_padded(found) else {**found, "float64": _train(name, torch.float64)}
+    """Train one type on images or sounds, with and without padding; return how far the runs are apart."""
+    return twice_if_rounded(partial(_train, name))
 
 
 def _train(name: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from composite_matrix import differences, reason_of, rows_that_see_each_other
 from support_matrix import rounded, run_types
 from tiny_models.composites import padded
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
-from trainer_runs import compare_head, off_by, trains_as_padded
+from trainer_runs import compare_head, off_by, twice_if_rounded
 
 from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
@@ -47,10 +47,7 @@ def measure_type(name: str) -> dict[str, Any]:
 
 
 def train_head(name: str, head: str) -> dict[str, Any]:
-    """Train one type with one head in its trainer, with and without padding; return how far the runs are apart.
-
-    Runs that differ are trained again in float64: rounding is smaller there, a fault is not.
-    """
+    """Train one type with one head in its trainer, with and without padding; return how far the runs are apart."""
 
     def train(dtype: torch.dtype) -> dict[str, Any]:
         model: Any = small_encoder(name, head)
@@ -58,8 +55,7 @@ def train_head(name: str, head: str) -> dict[str, Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = train(torch.float32)
-        return found if "raises" in found or trains_as_padded(found) else {**found, "float64": train(torch.float64)}
+        return twice_if_rounded(train)
 
 
 def measure_head(name: str, head: str) -> dict[str, Any]:

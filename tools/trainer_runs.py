@@ -64,6 +64,15 @@ def off_by(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
         return {"raises": f"{type(error).__name__}: {said[:120]}"}
 
 
+def twice_if_rounded(train: Callable[[torch.dtype], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of training in float32, and if the runs differ there, of training in float64, too.
+
+    Rounding is smaller in float64, a fault is not.
+    """
+    found = train(torch.float32)
+    return found if "raises" in found or trains_as_padded(found) else {**found, "float64": train(torch.float64)}
+
+
 def trains_as_padded(found: Mapping[str, Any]) -> bool:
     """Tell whether a comparison ran and found the same losses and gradient norms, up to rounding: in float64 too."""
     if "raises" in found:

@@ -122,7 +122,7 @@ class AttentionBackend(ABC):
         """Compute attention inside each segment of `call.layout`.
 
         Shapes are `query` `(T, N, H)`, `key` and `value` `(M, K, H)`. M is T, unless documents share a prefix or
-        tokens of a span see each other.
+        tokens of a bidirectional span see each other.
 
         Return `(T, N, H)` in the query's dtype.
         """

@@ -58,9 +58,9 @@ class BackendChoice:
         """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
 
         A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
-        of a span attend to the later tokens of their span, too. If several processes share the row, they exchange
-        its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a span comes
-        with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
+        of a bidirectional span attend to the later tokens of their span, too. If several processes share the row, they
+        exchange its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a span
+        comes with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
         """
         if layout.shard is not None:
             return attend_sharded(self.attend, query, key, value, layout, arguments)
